@@ -1,0 +1,19 @@
+"""Group sharding (ZeRO 1, 2, 3) and the LayerDesc pipeline for PaddlePaddle, on every backend that Paddle has."""
+
+from .api import group_sharded_parallel, load_group_sharded_model, save_group_sharded_model, unwrap
+from .errors import CheckpointError, CommError, GroupShardedError, StateError, UsageError
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CheckpointError",
+    "CommError",
+    "GroupShardedError",
+    "StateError",
+    "UsageError",
+    "__version__",
+    "group_sharded_parallel",
+    "load_group_sharded_model",
+    "save_group_sharded_model",
+    "unwrap",
+]

@@ -1,0 +1,38 @@
+"""The command line: ``python -m paddle_group_sharded <command>``.
+
+Each part of the package registers its own commands: a function that adds sub-parsers, each of which sets ``run`` to a
+function from the parsed arguments to the text to print.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Optional
+
+from .errors import GroupShardedError
+from .pipeline import cli as pipeline
+
+__all__ = ["main"]
+
+_REGISTER: tuple[Callable[[Any], None], ...] = (pipeline.register,)
+
+
+def main(arguments: Optional[Sequence[str]] = None) -> int:
+    """Run one command; returns the exit status.  The package's own errors are printed without a traceback."""
+    parser = argparse.ArgumentParser(prog="python -m paddle_group_sharded", description=__doc__.splitlines()[0])
+    commands = parser.add_subparsers(metavar="command", required=True)
+    for register in _REGISTER:
+        register(commands)
+    args = parser.parse_args(arguments)
+    try:
+        print(args.run(args))
+    except GroupShardedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""Everything that the engine installs in a user's model, and how it is taken out again."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Optional
+
+import paddle
+
+from ..paddle_compat import is_sparse, on_grad_ready
+from .group import ParamGroup
+from .param import ShardedParam
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+__all__ = ["Handles", "ReadThrough", "RootHook", "install"]
+
+Layer = Any
+
+
+class ReadThrough(OrderedDict):  # type: ignore[type-arg]
+    """A layer's parameters by name; reading one as ``layer.name`` gathers its group first.
+
+    ``parameters()``, ``named_parameters()`` and ``state_dict()`` iterate and do not come by here.
+    """
+
+    def __init__(self, params: Any, on_read: Callable[[Any], None]) -> None:
+        """Hold what ``params`` holds and tell ``on_read`` of each parameter that is read."""
+        super().__init__(params)
+        self._on_read = on_read
+
+    def __getitem__(self, name: str) -> Any:
+        """Return the parameter; its memory is there."""
+        param = super().__getitem__(name)
+        if param is not None:
+            self._on_read(param)
+        return param
+
+    def __reduce__(self) -> Any:
+        """Copy as the plain mapping: a copy of the layer is not managed."""
+        return OrderedDict, (list(self.items()),)
+
+
+class RootHook:
+    """Runs before each forward of the wrapped model; also the mark by which a wrapped model is known."""
+
+    def __init__(self, engine: Engine) -> None:
+        """Report to ``engine``."""
+        self.engine: Optional[Engine] = engine
+
+    def __call__(self, layer: Layer, inputs: Any) -> None:
+        """Start a forward of the whole model."""
+        if self.engine is not None:
+            self.engine.before_forward()
+
+
+class GradReadyHook:
+    """Tells the engine that a parameter's gradient has been accumulated; Paddle cannot remove it, so it can be closed."""
+
+    def __init__(self, engine: Engine, param: ShardedParam) -> None:
+        self.engine: Optional[Engine] = engine
+        self.param = param
+
+    def __call__(self, *_: Any) -> None:
+        if self.engine is not None and self.param.expects_grad:
+            if is_sparse(self.param.tensor):
+                self.engine.refuse_sparse(self.param)
+            self.engine.reducer.mark_ready(self.param)
+
+
+class Handles:
+    """What was installed; :meth:`remove` leaves the model as it was."""
+
+    def __init__(self) -> None:
+        """Start with nothing."""
+        self._removers: list[Callable[[], None]] = []
+        self._grad_hooks: dict[int, GradReadyHook] = {}
+
+    def add(self, remover: Callable[[], None]) -> None:
+        """Call ``remover`` on :meth:`remove`."""
+        self._removers.append(remover)
+
+    def watch_gradients(self, engine: Engine, params: list[ShardedParam]) -> None:
+        """Hook the parameters that have become trainable since the last call."""
+        for param in params:
+            if param.expects_grad and id(param) not in self._grad_hooks:
+                hook = self._grad_hooks[id(param)] = GradReadyHook(engine, param)
+                on_grad_ready(param.tensor, hook)
+
+    def remove(self) -> None:
+        """Take everything out of the model."""
+        for remover in reversed(self._removers):
+            remover()
+        self._removers.clear()
+        for hook in self._grad_hooks.values():
+            hook.engine = None
+        self._grad_hooks.clear()
+
+
+def install(engine: Engine, root: Layer) -> Handles:
+    """Install what the levels of ``engine`` need on ``root`` and its layers."""
+    handles = Handles()
+    root_hook = RootHook(engine)
+    handles.add(root.register_forward_pre_hook(root_hook).remove)
+    sharded = {id(param.tensor): param.group for param in engine.params if param.group.placements.param}
+    if sharded:
+        for layer in root.sublayers(include_self=True):
+            _install_layer(engine, layer, sharded, handles)
+    return handles
+
+
+def _install_layer(engine: Engine, layer: Layer, sharded: dict[int, ParamGroup], handles: Handles) -> None:
+    own = [sharded[id(param)] for param in layer._parameters.values() if id(param) in sharded]
+    groups = tuple(dict.fromkeys(own))
+    residency = engine.residency
+
+    def before(_: Layer, inputs: Any) -> None:
+        residency.enter(groups)
+
+    def after(_: Layer, inputs: Any, outputs: Any) -> None:
+        residency.leave(outputs)
+
+    handles.add(layer.register_forward_pre_hook(before).remove)
+    handles.add(layer.register_forward_post_hook(after).remove)
+    if not groups:
+        return
+    plain = layer._parameters
+
+    def on_read(param: paddle.Tensor) -> None:
+        group = sharded.get(id(param))
+        if group is not None:
+            residency.read(group)
+
+    layer.__dict__["_parameters"] = ReadThrough(plain, on_read)
+
+    def restore() -> None:
+        layer.__dict__["_parameters"] = type(plain)(layer.__dict__["_parameters"].items())
+
+    handles.add(restore)

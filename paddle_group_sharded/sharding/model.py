@@ -1,0 +1,167 @@
+"""The wrapped model that users call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import paddle
+from paddle import nn
+
+from ..errors import UsageError
+from ..paddle_compat import flat_view
+from .engine import Engine, named_params
+from .optimizer import ShardedOptimizer
+
+__all__ = ["ShardedModel"]
+
+Tensor = Any
+
+
+class ShardedModel(nn.Layer):  # type: ignore[misc]
+    """A model whose parameters, gradients or optimizer states are sharded, as its level says.
+
+    Call it as the wrapped model, ``model._layer``; names in ``state_dict()`` are those of the wrapped model at every
+    level.  Attributes that are not defined here are the wrapped model's.
+    """
+
+    def __init__(self, layer: nn.Layer, engine: Engine, optimizer: ShardedOptimizer) -> None:
+        """Wrap ``layer``, which ``engine`` has sharded and ``optimizer`` steps."""
+        super().__init__()
+        self._layer = layer
+        self.__dict__["_engine"] = engine
+        self.__dict__["_optimizer"] = optimizer
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Call the wrapped model."""
+        return self._layer(*inputs, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """Read from the wrapped model what is not defined here."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "_layer":
+                raise
+            return getattr(self._layer, name)
+
+    # ----------------------------------------------------------------------------------------------------- contexts
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients without communication: no backward pass inside is reduced.
+
+        The next backward outside, or ``optimizer.step()``, reduces the sum.  Until then each rank holds whole
+        gradients, at every level.
+        """
+        with self._engine.no_sync():
+            yield
+
+    @contextmanager
+    def gathered(self, what: Any = None, write_back: bool = False) -> Iterator[nn.Layer]:
+        """Show whole parameters inside the context; memory is as before afterwards.  Collective.
+
+        ``what``: None for the whole model, a layer of it, a parameter, a structured name, or a list of those.  With
+        ``write_back`` the values that group rank 0 leaves in them become everyone's; without, changes are undone where
+        parameters are sharded.  Yields the wrapped model.
+        """
+        with self._engine.gathered(what, write_back):
+            yield self._layer
+
+    # --------------------------------------------------------------------------------------------------- whole state
+
+    def state_dict(
+        self, destination: Any = None, include_sublayers: bool = True, structured_name_prefix: str = "", **kwargs: Any
+    ) -> Any:
+        """The wrapped model's state under its own names; sharded parameters as whole copies.  Collective there.
+
+        Where parameters are whole it holds the live tensors, as Paddle's own does.
+        """
+        state = self._names_root.state_dict(
+            destination=destination,
+            include_sublayers=include_sublayers,
+            structured_name_prefix=structured_name_prefix,
+            **kwargs,
+        )
+        copies = {id(param): value for param, value in self._whole_params(keep=True)}
+        for name, tensor in state.items():
+            state[name] = copies.get(id(tensor), tensor)
+        return state
+
+    def _whole_params(self, keep: bool) -> Iterator[tuple[Tensor, Tensor]]:
+        """Whole copies of the sharded parameters, one group in memory at a time.  Collective."""
+        engine = self._engine
+        for group in engine.groups:
+            group.adopt_writes()
+            if not group.placements.param:
+                continue
+            full = engine.full_group(group, group.shard, f"state of {group.name}")
+            if not keep:
+                continue
+            for param in group.params:
+                slot = group.layout.slots[param.index]
+                if slot.numel:
+                    copy = flat_view(full, slot.start, slot.stop).clone().reshape(param.tensor.shape)
+                    copy.name = param.tensor.name
+                    copy.stop_gradient = param.tensor.stop_gradient
+                    yield param.tensor, copy
+
+    @property
+    def _names_root(self) -> nn.Layer:
+        return self._engine.names_root
+
+    def set_state_dict(
+        self, state_dict: Mapping[str, Any], use_structured_name: bool = True
+    ) -> tuple[list[str], list[str]]:
+        """Take whole values, given alike on every rank; returns the missing and the unexpected names.
+
+        Nothing is changed where a shape does not fit: :class:`UsageError` names the entry.
+        """
+        targets = {name: tensor for name, tensor in self._names_root.state_dict().items()}
+        if not use_structured_name:
+            targets = {tensor.name: tensor for tensor in targets.values()}
+        for name, tensor in targets.items():
+            if name in state_dict and list(np.shape(state_dict[name])) != list(tensor.shape):
+                raise UsageError(
+                    f"{name}: expected shape {list(tensor.shape)}, got {list(np.shape(state_dict[name]))}"
+                )
+        engine = self._engine
+        for name, tensor in targets.items():
+            if name not in state_dict:
+                continue
+            value = state_dict[name]
+            value = value if isinstance(value, paddle.Tensor) else paddle.to_tensor(value)
+            if id(tensor) in engine.by_id:
+                engine.write_param(engine.by_id[id(tensor)], value)
+            else:
+                tensor.set_value(value.astype(tensor.dtype))
+        missing = [name for name in targets if name not in state_dict]
+        return missing, [name for name in state_dict if name not in targets]
+
+    load_dict = set_state_dict
+    set_dict = set_state_dict
+
+    def get_all_parameters(self, convert2cpu: bool = False) -> list[Tensor]:
+        """Whole copies of all parameters, frozen ones too, in registration order.  Collective.
+
+        The model itself stays sharded.  With ``convert2cpu`` the copies are on the host.
+        """
+        copies = {id(param): value for param, value in self._whole_params(keep=True)}
+        whole = [copies.get(id(tensor), tensor) for _, _, tensor in named_params(self._names_root)]
+        return [tensor.cpu() if convert2cpu else tensor for tensor in whole]
+
+    # ---------------------------------------------------------------------------------------------- layer interface
+
+    def named_parameters(self, prefix: str = "", include_sublayers: bool = True, **kwargs: Any) -> Any:
+        """The wrapped model's parameters under its own names."""
+        return self._names_root.named_parameters(prefix=prefix, include_sublayers=include_sublayers, **kwargs)
+
+    def named_buffers(self, prefix: str = "", include_sublayers: bool = True, **kwargs: Any) -> Any:
+        """The wrapped model's buffers under its own names."""
+        return self._names_root.named_buffers(prefix=prefix, include_sublayers=include_sublayers, **kwargs)
+
+    def clear_gradients(self, set_to_zero: bool = True) -> None:
+        """As ``optimizer.clear_grad``."""
+        self._optimizer.clear_grad(set_to_zero)

@@ -1,0 +1,36 @@
+"""Copies and sums between flat tensors whose dtypes may differ.
+
+Paddle has no CPU kernels that add 16-bit tensors, so those sums go through float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle
+
+__all__ = ["LOW_PRECISION", "accumulate", "copy_into", "to_float32"]
+
+Tensor = Any
+
+LOW_PRECISION = (paddle.float16, paddle.bfloat16)
+
+
+def copy_into(target: Tensor, value: Tensor) -> None:
+    """Copy ``value`` into the memory of ``target`` (1-D, the same number of elements), casting where needed."""
+    if target.dtype != value.dtype:
+        value = value.astype(target.dtype)
+    target.copy_(value, False)
+
+
+def accumulate(target: Tensor, value: Tensor) -> None:
+    """Add ``value`` to ``target`` in its memory (1-D, the same number of elements)."""
+    if target.dtype in LOW_PRECISION:
+        copy_into(target, target.astype(paddle.float32) + to_float32(value))
+    else:
+        target.add_(value.astype(target.dtype) if value.dtype != target.dtype else value)
+
+
+def to_float32(value: Tensor) -> Tensor:
+    """``value`` itself where it is not of a 16-bit dtype, else a float32 copy."""
+    return value.astype(paddle.float32) if value.dtype in LOW_PRECISION else value

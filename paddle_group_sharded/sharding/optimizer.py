@@ -1,0 +1,356 @@
+"""The sharded optimizer: steps this rank's units with the user's own optimizer.
+
+Alternatives considered: replacing ``step`` and ``clear_grad`` on the user's object (what Paddle's stage 3 does) cannot be
+undone cleanly and hides the wrapper from type checks; an optimizer over flat shards loses the parameters' names, and with
+them name-based decay, rates per parameter and the keys of the state.  Here the user's optimizer updates units that carry
+the name and options of their parameter, and keeps its own tables of state.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Union
+
+import paddle
+from paddle import nn
+
+from ..errors import StateError
+from ..paddle_compat import flat_view, step_units
+from .clip import check_clip, clip_factors, needs_norms, square_sum
+from .engine import Engine
+from .group import ParamGroup
+from .param import ShardedParam
+from .rules import steps_pieces
+from .states import StateTable
+from .unit import PieceUnit, WholeUnit
+from .views import Views
+
+__all__ = ["ShardedOptimizer"]
+
+Tensor = Any
+Unit = Union[PieceUnit, WholeUnit]
+
+_logger = logging.getLogger(__name__)
+
+_OWN = frozenset(("_optim", "_engine", "_groups", "_units", "_owners", "_whole", "_unscaled", "offload", "skipped_steps", "_states", "views"))
+
+
+class OptimGroup(NamedTuple):
+    """One parameter group of the user's optimizer."""
+
+    options: dict[str, Any]  # rates, decays, betas; empty where the optimizer has no groups of its own
+    params: list[ShardedParam]
+    clip: Any
+
+
+class ShardedOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
+    """A ``paddle.optimizer.Optimizer`` whose states, and fp32 master weights, are sharded.
+
+    ``step()``, ``clear_grad()``, ``state_dict()``, ``set_state_dict()`` and ``clip_grad_norm_()`` are collective over
+    the sharding group.  What this class does not define is read from and written to the wrapped optimizer,
+    ``optimizer._optim``: rates, schedulers, parameter groups.
+    """
+
+    def __init__(self, inner: Any, engine: Engine, offload: bool = False) -> None:
+        """Take over ``inner`` with the states that it has.  Collective."""
+        own = self.__dict__
+        own["_optim"] = inner
+        own["_engine"] = engine
+        own["offload"] = offload
+        own["skipped_steps"] = 0
+        own["_unscaled"] = False
+        own["_whole"] = not steps_pieces(inner)
+        own["_groups"] = list(self._read_groups())
+        for group in self._groups:
+            check_clip(group.clip)
+        own["_owners"] = self._choose_owners()
+        own["_units"] = self._build_units()
+        own["_states"] = StateTable(inner, engine, self._units, self._owners, self._whole)
+        self._states.adopt()
+        own["views"] = Views(engine, self._states)  # whole gradients and states by name
+
+    def __getattr__(self, name: str) -> Any:
+        """Read from the wrapped optimizer what is not defined here."""
+        if name in _OWN or "_optim" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.__dict__["_optim"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Write to the wrapped optimizer what is not this object's own."""
+        if name in _OWN:
+            self.__dict__[name] = value
+        else:
+            setattr(self._optim, name, value)
+
+    # ------------------------------------------------------------------------------------------------ construction
+
+    def _read_groups(self) -> Iterator[OptimGroup]:
+        inner, by_id = self._optim, self._engine.by_id
+        for group in inner._param_groups:
+            if not isinstance(group, dict):
+                params = [by_id[id(tensor)] for tensor in inner._param_groups]
+                yield OptimGroup({}, params, inner._grad_clip)
+                return
+            options = {key: value for key, value in group.items() if key != "params"}
+            yield OptimGroup(options, [by_id[id(tensor)] for tensor in group["params"]], group.get("grad_clip"))
+
+    @property
+    def _params(self) -> list[ShardedParam]:
+        return [param for group in self._groups for param in group.params]
+
+    def _choose_owners(self) -> dict[ShardedParam, int]:
+        """For whole tensors: the rank of each parameter, the next largest always to the one that has least."""
+        if not self._whole:
+            return {}
+        load = [0] * self._engine.comm.world_size
+        owners = {}
+        for param in sorted(self._params, key=lambda param: -param.numel):
+            owners[param] = load.index(min(load))
+            load[owners[param]] += param.numel
+        return owners
+
+    def _build_units(self) -> dict[ShardedParam, Unit]:
+        rank = self._engine.comm.rank
+        on_cpu = not any(param.group.shard.place.is_gpu_place() for param in self._params)
+        # Paddle has no CPU kernels that step 16-bit parameters: there a float32 master is the only way.
+        master = on_cpu or bool(getattr(self._optim, "_multi_precision", False))
+        if self._whole:
+            return {param: WholeUnit(param, master) for param in self._params if self._owners[param] == rank}
+        owned = (param for param in self._params if param.group.pieces[param.index] is not None)
+        return {param: PieceUnit(param, master, self.offload) for param in owned}
+
+    # --------------------------------------------------------------------------------------------------------- step
+
+    @paddle.no_grad()
+    def step(self) -> None:
+        """Update the parameters of this rank's pieces and let every rank see them.  Collective."""
+        engine = self._engine
+        engine.finish_grads()
+        if self._overflowed():
+            self.__dict__["skipped_steps"] += 1
+            _logger.warning(
+                "step skipped: the scaled gradients overflowed (%d skipped so far)", self.__dict__["skipped_steps"]
+            )
+            engine.reducer.next_step()
+            engine.residency.release_all()
+            return
+        self._states.refresh_rewritten()
+        used, factors = self._agree()
+        if self._whole:
+            self._step_whole(used, factors)
+        else:
+            self._step_pieces(used, factors)
+        for param in used:
+            self._states.stepped[param] = None
+        engine.publish()
+
+    def _overflowed(self) -> bool:
+        found = self._optim._get_auxiliary_var("found_inf")
+        if found is None or not self._unscaled:
+            return False
+        self.__dict__["_unscaled"] = False
+        overflowed = bool(found)
+        self._optim._set_auxiliary_var("found_inf", overflowed)
+        return overflowed
+
+    def _set_auxiliary_var(self, key: str, value: Any) -> None:
+        """Called by ``GradScaler.step``; one that has not unscaled the sharded gradients would be silently wrong."""
+        if key == "found_inf" and not self._unscaled:
+            raise StateError(
+                "this GradScaler does not know of the sharded gradients; pass it to group_sharded_parallel(scaler=...) "
+                "and use the one that is returned"
+            )
+        self._optim._set_auxiliary_var(key, value)
+
+    def _agree(self) -> tuple[list[ShardedParam], dict[ShardedParam, float]]:
+        """Which parameters have a gradient on any rank, and what clipping multiplies it by: one small all-reduce."""
+        params = self._params
+        comm, dp_comm = self._engine.comm, self._engine.dp_comm
+        reached = [float(param.reached and param.expects_grad) for param in params]
+        clipped = [param for group in self._groups if needs_norms(group.clip) for param in group.params]
+        sums = [self._square_sum(param) for param in clipped]
+        vector = paddle.to_tensor(reached + sums, dtype="float64")
+        if vector.size:
+            comm.all_reduce(vector, "gradients used and their norms").wait()
+        values = vector.tolist() if vector.size else []
+        flags = values[: len(params)]
+        if dp_comm.world_size > 1 and params:
+            over_replicas = paddle.to_tensor(flags, dtype="float64")
+            dp_comm.all_reduce(over_replicas, "gradients used", op="max").wait()
+            flags = over_replicas.tolist()
+        used = []
+        for param, flag in zip(params, flags):
+            param.reached = flag > 0
+            if param.reached and param.expects_grad:
+                used.append(param)
+        return used, self._clip_factors(used, dict(zip(clipped, values[len(params) :])))
+
+    def _square_sum(self, param: ShardedParam) -> float:
+        grad = param.group.grad(param.index) if param.expects_grad else None
+        return square_sum(grad) if grad is not None else 0.0
+
+    def _clip_factors(self, used: list[ShardedParam], sums: dict[ShardedParam, float]) -> dict[ShardedParam, float]:
+        factors: dict[ShardedParam, float] = {}
+        taking_part = set(used)
+        for group in self._groups:
+            if not needs_norms(group.clip):
+                continue
+            members = [p for p in group.params if p in taking_part and getattr(p.tensor, "need_clip", True)]
+            factors.update(zip(members, clip_factors(group.clip, [sums[param] for param in members])))
+        return factors
+
+    def _clipped(self, unit: Unit, grad: Tensor, clip: Any, factor: float) -> Tensor:
+        if isinstance(clip, nn.ClipGradByValue):
+            return clip([(unit.tensor, grad)])[0][1]
+        return grad if factor == 1.0 else grad * factor
+
+    def _step_pieces(self, used: list[ShardedParam], factors: dict[ShardedParam, float]) -> None:
+        taking_part = set(used)
+        plan = []
+        stepped: list[PieceUnit] = []
+        for group in self._groups:
+            pairs = []
+            for param in group.params:
+                unit = self._units.get(param)
+                if param in taking_part and isinstance(unit, PieceUnit):
+                    pairs.append((unit.tensor, self._clipped(unit, unit.grad(), group.clip, factors.get(param, 1.0))))
+                    stepped.append(unit)
+            plan.append({**group.options, "params": pairs})
+        with self._options_of_pieces():
+            step_units(self._optim, plan)
+        for unit in stepped:
+            unit.store()
+
+    @contextmanager
+    def _options_of_pieces(self) -> Iterator[None]:
+        """Let functions that the user gave see the user's parameters instead of units."""
+        lr_ratio = getattr(self._optim, "_lr_ratio", None)
+        if lr_ratio is None:
+            yield
+            return
+        tensors = {id(unit.tensor): param.tensor for param, unit in self._units.items()}
+        self._optim._lr_ratio = lambda unit: lr_ratio(tensors[id(unit)])
+        try:
+            yield
+        finally:
+            self._optim._lr_ratio = lr_ratio
+
+    def _step_whole(self, used: list[ShardedParam], factors: dict[ShardedParam, float]) -> None:
+        """Owners get whole gradients, step whole parameters, and send them to the others: twice the volume."""
+        by_group: dict[ParamGroup, list[ShardedParam]] = {}
+        for param in used:
+            by_group.setdefault(param.group, []).append(param)
+        grads: dict[ShardedParam, Tensor] = {}
+        for group, params in by_group.items():
+            full_grad = self._engine.full_group(group, group.grad_shard(), f"gradients {group.name}")
+            group.gather()
+            for param in params:
+                unit = self._units.get(param)
+                if isinstance(unit, WholeUnit):
+                    slot = group.layout.slots[param.index]
+                    grad = flat_view(full_grad, slot.start, slot.stop).reshape(unit.tensor.shape)
+                    grads[param] = grad.astype(unit.tensor.dtype) if grad.dtype != unit.tensor.dtype else grad.clone()
+                    unit.load(group.full)
+            group.release()
+        plan = []
+        for optim_group in self._groups:
+            pairs = []
+            for param in optim_group.params:
+                unit = self._units.get(param)
+                if param in grads and unit is not None:
+                    grad = self._clipped(unit, grads[param], optim_group.clip, factors.get(param, 1.0))
+                    pairs.append((unit.tensor, grad))
+            plan.append({**optim_group.options, "params": pairs})
+        with self._options_of_pieces():
+            step_units(self._optim, plan)
+        for group, params in by_group.items():
+            self._send_whole(group, params)
+
+    def _send_whole(self, group: ParamGroup, params: list[ShardedParam]) -> None:
+        group.gather()
+        for param in params:
+            unit = self._units.get(param)
+            if isinstance(unit, WholeUnit):
+                unit.store(group.full)
+            slot = group.layout.slots[param.index]
+            view = flat_view(group.full, slot.start, slot.stop)
+            self._engine.comm.broadcast(view, self._owners[param], f"stepped {param.name}").wait()
+        group.store_full()
+        group.rewritten = False
+
+    def unscale(self, scale: float) -> bool:
+        """Multiply the gradients by ``1 / scale``; returns whether any rank found one that is not finite.  Collective."""
+        self._engine.finish_grads()
+        finite = True
+        for group in self._engine.groups:
+            for grad in group.grad_storage:
+                grad.scale_(1.0 / scale)
+        for param in self._params:
+            grad = param.group.grad(param.index)
+            if grad is not None and param.expects_grad:
+                finite = finite and bool(paddle.isfinite(grad).all())
+        overflow = paddle.to_tensor([0.0 if finite else 1.0], dtype="float32")
+        self._engine.comm.all_reduce(overflow, "overflow of the scaled gradients", op="max").wait()
+        self.__dict__["_unscaled"] = True
+        return bool(overflow.item() > 0)
+
+    # ------------------------------------------------------------------------------------------- the rest of the API
+
+    def clear_grad(self, set_to_zero: bool = True) -> None:
+        """Forget the gradients.
+
+        With ``set_to_zero`` a parameter that had a gradient counts as having a zero one at the next step (its moments
+        decay), otherwise as having none (it is left alone), as with Paddle's own optimizers.
+        """
+        self._engine.drop_grads(keep_reached=set_to_zero)
+
+    clear_gradients = clear_grad
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """:meth:`clear_grad` by the name that newer Paddle releases offer too."""
+        self.clear_grad(set_to_zero=not set_to_none)
+
+    def minimize(self, loss: Any, *args: Any, **kwargs: Any) -> tuple[None, list[Any]]:
+        """:meth:`step`, for code that calls ``scaler.minimize(optimizer, scaled_loss)`` after ``backward()``."""
+        self.step()
+        return None, []
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Scale all gradients so that their global norm is at most ``max_norm``; returns the norm before.  Collective.
+
+        ``paddle.nn.utils.clip_grad_norm_`` cannot see sharded gradients; this is the call for that purpose.
+        """
+        self._engine.finish_grads()
+        total = sum(self._square_sum(param) for param in self._params)
+        vector = paddle.to_tensor([total], dtype="float64")
+        self._engine.comm.all_reduce(vector, "norm of the gradients").wait()
+        norm = float(vector.item()) ** 0.5
+        if norm > max_norm:
+            for group in self._engine.groups:
+                for grad in group.grad_storage:
+                    grad.scale_(max_norm / norm)
+        return norm
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state on every rank, with the keys of an unsharded run.  Collective."""
+        return self._states.whole(keep=True)
+
+    def set_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take a whole state, given alike on every rank, whose keys use this process's parameter names."""
+        self._states.load(state_dict)
+
+    load_state_dict = set_state_dict
+
+    def get_lr(self) -> float:
+        """The present learning rate."""
+        return float(self._optim.get_lr())
+
+    def set_lr(self, value: float) -> None:
+        """Set the learning rate."""
+        self._optim.set_lr(value)
+
+    def set_lr_scheduler(self, scheduler: Any) -> None:
+        """Set the scheduler of the learning rate."""
+        self._optim.set_lr_scheduler(scheduler)

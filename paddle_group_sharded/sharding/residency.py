@@ -1,0 +1,193 @@
+"""Which sharded groups are gathered, and until when.
+
+A *frame* is one layer call under way.  A group is gathered when a layer that owns parameters of it is entered, or when
+one of its parameters is read inside another layer's call, and belongs to the innermost frame at that moment.  When no
+frame uses it any more it is idle, and an idle group is released when the next one is gathered, so neighbours that share
+a group, and a layer called twice, cost one gather.
+
+Backward needs the weights again: every frame that used groups registers a hook on its output tensors, which gathers
+them before the layer's own backward runs.  Such a group stays until its gradients are complete.  Two kinds cannot be
+told in that way: a frame that hands no differentiable tensor to its caller (it may keep one in an attribute), and a
+read outside any frame; their groups stay until the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import paddle
+
+from .buffers import BufferPool
+from .group import GroupState, ParamGroup
+from .tree import tensors_in
+
+__all__ = ["Residency"]
+
+Tensor = Any
+
+
+class Frame:
+    """One layer call under way."""
+
+    __slots__ = ("groups", "has_children")
+
+    def __init__(self) -> None:
+        self.groups: dict[ParamGroup, None] = {}  # an ordered set
+        self.has_children = False
+
+
+class Residency:
+    """Gathers and releases the sharded groups of one model."""
+
+    def __init__(self, groups: Sequence[ParamGroup], pool: BufferPool) -> None:
+        """Manage ``groups``; all of them are sharded."""
+        self._groups = list(groups)
+        self._pool = pool
+        self._frames: list[Frame] = []
+        self._idle: dict[ParamGroup, None] = {}
+        self._held: dict[ParamGroup, None] = {}
+        self._pinned: dict[ParamGroup, int] = {}  # by gathered(); how many contexts show it
+        self._trace: list[ParamGroup] = []  # gathers of this step, in order
+        self._expected: list[ParamGroup] = []  # those of the step before: what is fetched ahead
+
+    # ------------------------------------------------------------------------------------------------------ forward
+
+    def enter(self, groups: Iterable[ParamGroup]) -> None:
+        """A layer that owns parameters of ``groups`` is called."""
+        if self._frames:
+            self._frames[-1].has_children = True
+        self._frames.append(Frame())
+        for group in groups:
+            self.read(group)
+
+    def read(self, group: ParamGroup) -> None:
+        """A parameter of ``group`` is about to be used."""
+        if not self._frames:
+            self._gather(group)
+            group.touched_outside = True
+            self._hold(group)
+            return
+        frame = self._frames[-1]
+        if group not in frame.groups:
+            frame.groups[group] = None
+            group.users += 1
+            self._idle.pop(group, None)
+            self._gather(group)
+
+    def leave(self, outputs: Any) -> None:
+        """The innermost call has returned ``outputs``."""
+        if not self._frames:
+            return  # the frames were reset by an error in between
+        frame = self._frames.pop()
+        if frame.groups and paddle.is_grad_enabled():
+            self._prepare_backward(frame, outputs)
+        for group in frame.groups:
+            group.users -= 1
+            if group.users == 0 and group not in self._held:
+                self._idle[group] = None
+        if not self._frames and not paddle.is_grad_enabled():
+            self.release_idle()
+            self._pool.trim()
+
+    def _prepare_backward(self, frame: Frame, outputs: Any) -> None:
+        outer = frame.has_children
+        groups = tuple(frame.groups)
+        hooked = False
+        for tensor in tensors_in(outputs):
+            if not tensor.stop_gradient and not tensor.is_leaf:
+                tensor.register_hook(self._backward_hook(groups, outer))
+                hooked = True
+        if not hooked:
+            for group in groups:
+                if group.expects_grad:
+                    self._hold(group)
+
+    def _backward_hook(self, groups: tuple[ParamGroup, ...], outer: bool) -> Callable[[Tensor], None]:
+        def gather_for_backward(grad: Tensor) -> None:
+            for group in groups:
+                self._gather(group)
+                # A frozen group has no gradient that could tell its end: the next gather ends it, unless it was used
+                # around other layers.
+                if group.expects_grad or outer:
+                    self._hold(group)
+                elif group.users == 0 and group not in self._held:
+                    self._idle.pop(group, None)
+                    self._idle[group] = None
+
+        return gather_for_backward
+
+    # ------------------------------------------------------------------------------------------------------- common
+
+    def _gather(self, group: ParamGroup) -> None:
+        if group.state is GroupState.FULL:
+            return
+        self.release_idle()
+        position = len(self._trace)
+        self._trace.append(group)
+        group.gather()
+        following = self._expected[position + 1 : position + 2]
+        if following and self._expected[position] is group:
+            following[0].start_gather()
+
+    def _hold(self, group: ParamGroup) -> None:
+        self._held[group] = None
+        self._idle.pop(group, None)
+
+    def release_idle(self) -> None:
+        """Release every group that nothing needs."""
+        for group in list(self._idle):
+            if group not in self._pinned:
+                del self._idle[group]
+                group.release()
+
+    def on_grads_complete(self, group: ParamGroup) -> None:
+        """Backward has no more use for ``group``."""
+        self._held.pop(group, None)
+        if group.users == 0 and group not in self._pinned:
+            self._idle.pop(group, None)
+            group.release()
+
+    def pin(self, groups: Sequence[ParamGroup]) -> None:
+        """Gather ``groups`` and keep them until :meth:`unpin`."""
+        for group in groups:
+            group.gather()
+            self._pinned[group] = self._pinned.get(group, 0) + 1
+
+    def unpin(self, groups: Sequence[ParamGroup]) -> None:
+        """End one :meth:`pin`; groups that nothing else needs are released."""
+        for group in groups:
+            self._pinned[group] -= 1
+            if self._pinned[group] == 0:
+                del self._pinned[group]
+                if group.users == 0 and group not in self._held:
+                    self._idle.pop(group, None)
+                    group.release()
+
+    def reset_frames(self) -> None:
+        """Forget calls that an exception has ended."""
+        for frame in self._frames:
+            for group in frame.groups:
+                group.users = 0
+                if group not in self._held:
+                    self._idle[group] = None
+        self._frames.clear()
+
+    @property
+    def in_call(self) -> bool:
+        """Whether a layer of the model is being called."""
+        return bool(self._frames)
+
+    def release_all(self) -> None:
+        """Release everything that is not pinned: between steps only the shards remain."""
+        self.reset_frames()
+        self._held.clear()
+        self._idle.clear()
+        for group in self._groups:
+            if group not in self._pinned:
+                group.release()
+        self._pool.trim()
+
+    def next_step(self) -> None:
+        """The order of this step's gathers is what the next step's will be fetched ahead by."""
+        self._expected, self._trace = self._trace, []

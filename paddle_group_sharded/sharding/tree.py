@@ -1,0 +1,34 @@
+"""The tensors inside whatever a layer returns."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import paddle
+
+__all__ = ["tensors_in"]
+
+
+def tensors_in(value: Any) -> Iterator[Any]:
+    """Yield every tensor in ``value``: tuples, lists, dicts, dataclasses and plain objects, nested in any way."""
+    stack, seen = [value], set()
+    while stack:
+        item = stack.pop()
+        if isinstance(item, paddle.Tensor):
+            if id(item) not in seen:
+                seen.add(id(item))
+                yield item
+            continue
+        if item is None or isinstance(item, (str, bytes, int, float, bool, type)) or id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, Mapping):
+            stack.extend(item.values())
+        elif isinstance(item, (list, tuple, set, frozenset)):
+            stack.extend(item)
+        elif dataclasses.is_dataclass(item):
+            stack.extend(getattr(item, field.name) for field in dataclasses.fields(item))
+        elif not isinstance(item, paddle.nn.Layer) and hasattr(item, "__dict__"):
+            stack.extend(vars(item).values())

@@ -1,0 +1,112 @@
+"""The options of train_gpt.py: defaults, checks, and those that a resumed run inherits."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Optional
+
+from zero_formula import LEVELS
+
+__all__ = ["STATE_FILE", "parse", "read_state"]
+
+STATE_FILE = "train_gpt.json"  # beside model.pdmodel and model.pdopt: the step, and the options of the run
+# They describe the saved weights and the order of the data: a resumed run cannot have others.
+FIXED = ("layers", "width", "heads", "seq", "data", "batch", "seed", "amp", "amp_dtype")
+# They belong to one launch and are not inherited.
+OWN = ("save", "resume", "stop_at")
+
+
+def parse(arguments: Optional[Sequence[str]], ranks: int) -> argparse.Namespace:
+    """Options from the command line, over those of the resumed run if there is one; ends the process on a bad value."""
+    parser = _parser()
+    resume = parser.parse_args(arguments).resume
+    saved: dict[str, Any] = {}
+    if resume is not None:
+        try:
+            saved = read_state(resume)["options"]
+        except (OSError, ValueError, KeyError) as error:
+            parser.error(f"--resume {resume}: no readable {STATE_FILE} there ({error}); give a folder of --save")
+        parser.set_defaults(**{name: value for name, value in saved.items() if name not in OWN})
+    options = parser.parse_args(arguments)
+    for name in FIXED:
+        if name in saved and getattr(options, name) != saved[name]:
+            parser.error(f"{_flag(name)} {getattr(options, name)}: the run in {resume} has {saved[name]}; leave it out")
+    _check(parser, options, ranks)
+    return options
+
+
+def read_state(folder: str) -> dict[str, Any]:
+    """What ``--save`` wrote beside the weights; OSError or ValueError where it is missing or damaged."""
+    state = json.loads((Path(folder) / STATE_FILE).read_text(encoding="utf-8"))
+    if not isinstance(state, dict):
+        raise ValueError("not an object")
+    return state
+
+
+def _check(parser: argparse.ArgumentParser, options: argparse.Namespace, ranks: int) -> None:
+    """Bounds and divisibility, each with what is allowed."""
+    least = {"layers": 1, "width": 1, "heads": 1, "seq": 2, "batch": 1, "steps": 1, "accumulate": 1, "warmup": 0}
+    least.update({"eval_every": 0, "save_every": 0, "seed": 0, "sample": 0})
+    for name, bound in least.items():
+        if getattr(options, name) < bound:
+            parser.error(f"{_flag(name)} {getattr(options, name)}: expected {bound} or more")
+    for name in ("lr", "temperature"):
+        if not getattr(options, name) > 0:
+            parser.error(f"{_flag(name)} {getattr(options, name)}: expected more than 0")
+    for name in ("weight_decay", "clip"):
+        if not getattr(options, name) >= 0:
+            parser.error(f"{_flag(name)} {getattr(options, name)}: expected 0 (off) or more")
+    if not 0 <= options.min_lr <= options.lr:
+        parser.error(f"--min-lr {options.min_lr}: expected 0 to the value of --lr, {options.lr}")
+    if not 0 <= options.dropout < 1:
+        parser.error(f"--dropout {options.dropout}: expected 0 or more, and less than 1")
+    if options.width % options.heads:
+        parser.error(f"--width {options.width}: expected a multiple of --heads, {options.heads}")
+    pieces = ranks * options.accumulate
+    if options.batch % pieces:
+        near = options.batch + pieces - options.batch % pieces
+        parser.error(
+            f"--batch {options.batch}: expected a multiple of {ranks} ranks x --accumulate {options.accumulate}; "
+            f"for example {near}"
+        )
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Trains a byte-level GPT on real text, in one process or under fleetrun, at any sharding level.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--level", choices=LEVELS, default="p_g_os", help="what is sharded; none: paddle.DataParallel")
+    add("--data", metavar="FILE", help="text to train on, instead of the source of Python's standard library")
+    add("--layers", type=int, default=2, help="transformer blocks")
+    add("--width", type=int, default=128, help="features of a token")
+    add("--heads", type=int, default=4, help="attention heads")
+    add("--seq", type=int, default=64, help="bytes in a window")
+    add("--batch", type=int, default=8, help="windows in a step, over all ranks and micro-batches")
+    add("--steps", type=int, default=800, help="optimizer steps")
+    add("--accumulate", type=int, default=1, help="micro-batches in a step")
+    add("--amp", choices=("none", "O1", "O2"), default="none", help="automatic mixed precision; needs an accelerator")
+    add("--amp-dtype", choices=("bfloat16", "float16"), default="bfloat16", help="float16 adds a GradScaler")
+    add("--dropout", type=float, default=0.0, help="chance that a feature is dropped")
+    add("--lr", type=float, default=5e-3, help="highest learning rate")
+    add("--min-lr", type=float, default=2.5e-4, help="learning rate at the end of the cosine")
+    add("--warmup", type=int, default=40, help="steps until the learning rate is at its highest")
+    add("--weight-decay", type=float, default=0.1, help="of matrices; norms and biases never decay")
+    add("--clip", type=float, default=1.0, help="global norm of the gradients at most; 0: no clipping")
+    add("--seed", type=int, default=1, help="of weights, data and dropout")
+    add("--eval-every", type=int, default=200, help="steps between two validations; 0: only at the end")
+    add("--save", metavar="DIR", default="output/gpt", help="folder of the trained model")
+    add("--save-every", type=int, default=0, help="steps between two savings; 0: only at the end")
+    add("--resume", metavar="DIR", help="continue the run saved there: its options are the defaults")
+    add("--stop-at", type=int, metavar="STEP", help="save and end there, however many --steps are planned")
+    add("--sample", type=int, default=300, help="bytes of text that the trained model writes")
+    add("--temperature", type=float, default=0.7, help="of the sample; lower: less surprising")
+    return parser
