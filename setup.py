@@ -15,7 +15,7 @@ CPU = ["paddlepaddle==3.3.1"]
 # numpy 2, cannot read DistributedStrategy.hybrid_configs with a newer protobuf, and imports setuptools.
 GPU = ["paddlepaddle-gpu==2.6.2", "numpy<2", "protobuf>=3.20,<=3.20.2", "setuptools<81"]
 PLOT = ["matplotlib", "scikit-learn"]
-TEST = ["pytest>=8", "pytest-timeout>=2.2", "hypothesis", "cmake>=3.18", "ninja"]
+TEST = ["pytest>=8", "pytest-timeout>=2.2", "hypothesis", "cmake>=3.20", "ninja"]
 DEV = [*TEST, "ruff", "mypy>=1.11", "import-linter>=2"]
 
 setup(

@@ -11,15 +11,18 @@ import os
 from collections.abc import Mapping
 from typing import Any, Callable, Optional
 
-import numpy as np
 import paddle
 from paddle import nn
 
-from .comm.base import Comm
+from .comm.agreement import agree
 from .errors import CheckpointError, GroupShardedError, UsageError
+from .paddle_files import FileSet, read_file
+from .plain_optimizer import prepare_plain_optimizer
+from .sharding.engine import Engine
+from .sharding.matching import split_key
 from .sharding.model import ShardedModel
 from .sharding.optimizer import ShardedOptimizer
-from .sharding.rules import unwrap_optimizer
+from .sharding.whole import as_tensor, plain_state, state_problems, whole_params
 
 __all__ = ["load_group_sharded_model", "save_group_sharded_model"]
 
@@ -27,7 +30,8 @@ MODEL_FILE = "model.pdmodel"
 OPTIMIZER_FILE = "model.pdopt"
 
 _NAME_TABLE = "StructuredToParameterName@@"  # paddle.save keeps under it what each entry's tensor is called
-_LABEL = "save_group_sharded_model"
+_SAVE = "save_group_sharded_model"
+_LOAD = "load_group_sharded_model"
 
 
 # --------------------------------------------------------------------------------------------------------------- save
@@ -44,60 +48,75 @@ def save_group_sharded_model(model: nn.Layer, output: str, optimizer: Optional[A
     Raises:
         UsageError: on every rank, where ``model`` or ``optimizer`` is not a wrapped one or ``output`` is a file.
         CheckpointError: on every rank, where rank 0 cannot write; files of an earlier save are then as they were.
+        CommError: on every rank, where only some of them call.
 
     Training goes on as if nothing had happened.  Group rank 0 needs host memory for one copy of what it writes.
     """
     if not isinstance(model, ShardedModel):
         raise UsageError(f"model must be one that group_sharded_parallel returned, got {type(model).__name__}")
-    if optimizer is not None and not isinstance(optimizer, ShardedOptimizer):
-        raise UsageError(f"optimizer must be one that group_sharded_parallel returned, got {type(optimizer).__name__}")
     engine = model._engine
-    comm: Comm = engine.comm
-    writes = comm.rank == 0 and engine.dp_comm.rank == 0
-    _on_writer(comm, writes, lambda: _make_folder(output))
-    model_arrays = _model_arrays(model, writes)
-    _on_writer(comm, writes, lambda: _write(model_arrays, os.path.join(output, MODEL_FILE)))
-    model_arrays.clear()
+    writes = engine.comm.rank == 0 and engine.dp_comm.rank == 0
+    _together(engine, lambda: _check_save(model, output, optimizer))
+    files = FileSet(output)
+    try:
+        _together(engine, lambda: os.makedirs(output, exist_ok=True) if writes else None)
+        entries = _model_entries(model, writes)
+        _together(engine, lambda: files.write(MODEL_FILE, entries) if writes else None)
+        entries.clear()
+        if optimizer is not None:
+            state = optimizer._states.whole(keep=writes, as_arrays=True) if engine.dp_comm.rank == 0 else {}
+            _together(engine, lambda: files.write(OPTIMIZER_FILE, _optimizer_entries(state)) if writes else None)
+        _together(engine, lambda: files.publish() if writes else None)
+    finally:
+        files.discard()
+
+
+def _check_save(model: ShardedModel, output: Any, optimizer: Any) -> None:
     if optimizer is not None:
-        state = optimizer._states.whole(keep=writes, as_arrays=True)
-        _on_writer(comm, writes, lambda: _write(_optimizer_arrays(state), os.path.join(output, OPTIMIZER_FILE)))
-
-
-def _on_writer(comm: Comm, writes: bool, action: Callable[[], None]) -> None:
-    """Run ``action`` on the writing rank; every rank returns after it, or raises what it raised."""
-    problem: Optional[Exception] = None
-    if writes:
-        try:
-            action()
-        except GroupShardedError as error:
-            problem = error
-        except OSError as error:
-            problem = CheckpointError(f"rank {comm.ranks[comm.rank]} cannot write: {error}")
-    for reported in comm.exchange(problem, _LABEL):
-        if reported is not None:
-            raise reported
-
-
-def _make_folder(output: str) -> None:
+        _check_pair(model, optimizer)
+    if not isinstance(output, (str, os.PathLike)):
+        raise UsageError(f"output must be the path of a folder, got {type(output).__name__}")
     if os.path.isfile(output):
-        raise UsageError(f"output must be a folder, but {output!r} is a file")
-    os.makedirs(output, exist_ok=True)
+        raise UsageError(f"output must be a folder, but {str(output)!r} is a file")
 
 
-def _model_arrays(model: ShardedModel, keep: bool) -> dict[str, Any]:
+def _check_pair(model: ShardedModel, optimizer: Any) -> None:
+    if not isinstance(optimizer, ShardedOptimizer):
+        raise UsageError(f"optimizer must be one that group_sharded_parallel returned, got {type(optimizer).__name__}")
+    if optimizer._engine is not model._engine:
+        raise UsageError("optimizer belongs to another model; pass the one that was returned beside this model")
+
+
+def _together(engine: Engine, action: Callable[[], None]) -> None:
+    """Run ``action``; every rank returns after all have run it, or raises what one has raised."""
+    problem: Optional[GroupShardedError] = None
+    try:
+        action()
+    except GroupShardedError as error:
+        problem = error
+    except Exception as error:  # a full disk, a folder that may not be written, a value that cannot be pickled
+        problem = CheckpointError(f"cannot write: {error}; files of an earlier save are as they were")
+    agree((engine.comm, engine.dp_comm), _SAVE, problem)
+
+
+def _model_entries(model: ShardedModel, keep: bool) -> dict[str, Any]:
     """The model's entries as arrays, under every name; empty on the ranks that do not write.  Collective."""
-    arrays = {id(tensor): copy.numpy() for tensor, copy in model._whole_params(keep)}
+    arrays = {}
+    if model._engine.dp_comm.rank == 0:
+        for tensor, copy in whole_params(model._engine.groups, keep):
+            arrays[id(tensor)] = copy.numpy()
+            del copy  # before the next group is there
     if not keep:
         return {}
-    state = model._names_root.state_dict()
-    result: dict[str, Any] = {
+    state = plain_state(model._names_root)
+    entries: dict[str, Any] = {
         name: arrays[id(tensor)] if id(tensor) in arrays else tensor.numpy() for name, tensor in state.items()
     }
-    result[_NAME_TABLE] = {name: tensor.name for name, tensor in state.items()}
-    return result
+    entries[_NAME_TABLE] = {name: tensor.name for name, tensor in state.items()}
+    return entries
 
 
-def _optimizer_arrays(state: dict[str, Any]) -> dict[str, Any]:
+def _optimizer_entries(state: dict[str, Any]) -> dict[str, Any]:
     """In the form that Paddle reads as tensors: with masters, pairs of name and array; without, a table of names."""
     special = ("LR_Scheduler", "master_weights")
     if "master_weights" not in state:
@@ -105,20 +124,6 @@ def _optimizer_arrays(state: dict[str, Any]) -> dict[str, Any]:
     masters = {name: (name, array) for name, array in state["master_weights"].items()}
     pairs = {name: value if name in special else (name, value) for name, value in state.items()}
     return {**pairs, "master_weights": masters}
-
-
-def _write(value: dict[str, Any], path: str) -> None:
-    """Write under a temporary name, force it to the disk, then rename: a reader sees the old file or the new one."""
-    temporary = f"{path}.writing"
-    try:
-        paddle.save(value, temporary)
-        with open(temporary, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        if os.path.exists(temporary):
-            os.remove(temporary)
-        raise
 
 
 # --------------------------------------------------------------------------------------------------------------- load
@@ -134,49 +139,79 @@ def load_group_sharded_model(model: nn.Layer, path: str, optimizer: Optional[Any
         optimizer: a plain or a wrapped optimizer over the parameters of ``model``; None reads weights only.
 
     Raises:
+        UsageError: on every rank, where ``model`` and ``optimizer`` do not go together.
         CheckpointError: on every rank, naming the entry: a file that is missing, truncated or foreign, an entry that is
             missing or unexpected, another shape.  Nothing has been changed then.
 
     Collective where ``model`` is wrapped: call it on all ranks, each of which reads the files.  Parameters are matched
     by their structured names, so a second model of the same process, whose automatic names differ, loads as well.
+    States of parameters that ``optimizer`` does not have (a frozen base under an adapter) are left out; parameters of
+    ``optimizer`` that were never stepped before the save begin afresh, which is logged.
     """
-    comm = model._engine.comm if isinstance(model, ShardedModel) else None
+    engine = model._engine if isinstance(model, ShardedModel) else None
     problem: Optional[GroupShardedError] = None
-    apply: list[Callable[[], None]] = []
+    actions: list[Callable[[], None]] = []
+    checksums: list[int] = []
     try:
-        apply = _prepare(model, path, optimizer)
+        actions, checksums = _prepare(model, path, optimizer)
     except GroupShardedError as error:
         problem = error
-    reports = comm.exchange(problem, "load_group_sharded_model") if comm is not None else [problem]
-    for rank, reported in enumerate(reports):
-        if reported is not None:
-            raise problem or type(reported)(f"rank {rank}: {reported}")
-    for action in apply:
+    if engine is not None:
+        agree((engine.comm, engine.dp_comm), _LOAD, problem, checksums, _differ)
+    elif problem is not None:
+        raise problem
+    for action in actions:
         action()
 
 
-def _prepare(model: nn.Layer, path: str, optimizer: Optional[Any]) -> list[Callable[[], None]]:
-    """Read and check everything; what is returned changes things and does not fail."""
-    model_path, optimizer_path = _find_files(path)
-    entries = _read(model_path)
+def _differ(rank: int, checksums: list[int], other: int, other_checksums: list[int]) -> GroupShardedError:
+    return CheckpointError(
+        f"rank {rank} and rank {other} read different files (their checksums are {checksums} and {other_checksums}); "
+        "give every rank the same ones"
+    )
+
+
+def _prepare(model: Any, path: Any, optimizer: Optional[Any]) -> tuple[list[Callable[[], None]], list[int]]:
+    """Read and check everything; the calls that are returned change things and do not fail.  Also the checksums."""
+    _check_load(model, path, optimizer)
+    model_path, optimizer_path = _find_files(os.fspath(path))
+    file = read_file(model_path)
+    entries = file.entries
     file_names = entries.pop(_NAME_TABLE, {})
-    root = model._names_root if isinstance(model, ShardedModel) else model
-    targets = root.state_dict()
+    root = model._names_root if isinstance(model, ShardedModel) else _unwrapped(model)
+    targets = plain_state(root)
     _check_entries(entries, targets, model_path)
-    actions: list[Callable[[], None]] = [lambda: _set_model(model, entries)]
-    if optimizer is not None:
-        state = _read(optimizer_path)
-        state.pop(_NAME_TABLE, None)
-        new_names = {file_names[name]: tensor.name for name, tensor in targets.items() if name in file_names}
-        state = _rename(state, new_names)
-        if isinstance(optimizer, ShardedOptimizer):
-            commit = optimizer._states.prepare(state, optimizer_path)
-            actions.append(commit)
-        else:
-            inner = unwrap_optimizer(optimizer)
-            _check_plain_optimizer(inner, state, optimizer_path)
-            actions.append(lambda: inner.set_state_dict(state))
-    return actions
+    if isinstance(model, ShardedModel):
+        actions = [lambda: model._set_whole(targets, entries)]
+    else:
+        actions = [lambda: _set_plain(targets, entries)]
+    if optimizer is None:
+        return actions, [file.checksum]
+    if not os.path.exists(optimizer_path):
+        raise CheckpointError(f"{optimizer_path} does not exist; pass optimizer=None to read the weights only")
+    optimizer_file = read_file(optimizer_path)
+    if file.save is not None and optimizer_file.save is not None and file.save != optimizer_file.save:
+        raise CheckpointError(
+            f"{optimizer_path} was written by another save than {model_path}; pass optimizer=None to read the weights only"
+        )
+    new_names = {file_names[name]: tensor.name for name, tensor in targets.items() if name in file_names}
+    state = _rename(optimizer_file.entries, new_names)
+    if isinstance(optimizer, ShardedOptimizer):
+        actions.append(optimizer._states.prepare(state, optimizer_path))
+    else:
+        actions.append(prepare_plain_optimizer(optimizer, state, optimizer_path))
+    return actions, [file.checksum, optimizer_file.checksum]
+
+
+def _check_load(model: Any, path: Any, optimizer: Any) -> None:
+    if not isinstance(model, nn.Layer):
+        raise UsageError(f"model must be a paddle.nn.Layer, got {type(model).__name__}")
+    if not isinstance(path, (str, os.PathLike)):
+        raise UsageError(f"path must be a folder or the path of a Paddle file, got {type(path).__name__}")
+    if isinstance(model, ShardedModel) and optimizer is not None:
+        _check_pair(model, optimizer)
+    elif isinstance(optimizer, ShardedOptimizer):
+        raise UsageError("optimizer has been through group_sharded_parallel but model has not; pass the wrapped model")
 
 
 def _find_files(path: str) -> tuple[str, str]:
@@ -186,61 +221,38 @@ def _find_files(path: str) -> tuple[str, str]:
     return f"{stem}.pdparams", f"{stem}.pdopt"
 
 
-def _read(path: str) -> dict[str, Any]:
-    if not os.path.isfile(path):
-        raise CheckpointError(f"{path} does not exist")
-    try:
-        value = paddle.load(path, keep_name_table=True)
-    except Exception as error:  # whatever unpickling a damaged file raises
-        raise CheckpointError(f"{path} cannot be read, it is damaged or not a Paddle file: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a {type(value).__name__}, expected the dict of a state_dict()")
-    return value
+def _unwrapped(model: nn.Layer) -> nn.Layer:
+    while isinstance(model, paddle.DataParallel) or type(model).__name__ == "MixPrecisionLayer":
+        model = model._layers
+    return model
 
 
 def _check_entries(entries: Mapping[str, Any], targets: Mapping[str, Any], path: str) -> None:
-    missing = sorted(set(targets) - set(entries))
-    unexpected = sorted(set(entries) - set(targets))
-    shapes = [
-        f"{name}: expected shape {list(tensor.shape)}, got {list(np.shape(entries[name]))}"
-        for name, tensor in targets.items()
-        if name in entries and list(np.shape(entries[name])) != list(tensor.shape)
-    ]
-    problems = [f"missing: {', '.join(missing)}"] * bool(missing)
-    problems += [f"unexpected: {', '.join(unexpected)}"] * bool(unexpected)
-    problems += shapes
+    missing = [f"missing: {name}" for name in targets if name not in entries]
+    unexpected = [f"unexpected: {name}" for name in entries if name not in targets]
+    problems = missing + unexpected + state_problems(targets, entries)
     if problems:
         raise CheckpointError(f"{path} does not fit the model; " + "; ".join(problems))
 
 
-def _set_model(model: nn.Layer, entries: dict[str, Any]) -> None:
-    model.set_state_dict(entries)
+def _set_plain(targets: Mapping[str, Any], entries: Mapping[str, Any]) -> None:
+    for name, target in targets.items():
+        target.set_value(as_tensor(entries[name]).astype(target.dtype))
 
 
 def _rename(state: Mapping[str, Any], new_names: Mapping[str, str]) -> dict[str, Any]:
     """``state`` with the parameter names of the process that wrote it replaced by those of this one."""
-    by_length = sorted(new_names, key=len, reverse=True)  # linear_1 must not match linear_11
 
     def renamed(key: str) -> str:
-        for old in by_length:
-            if key == old or key.startswith(f"{old}_"):
-                return new_names[old] + key[len(old) :]
-        return key
+        parts = split_key(key, new_names)
+        return key if parts is None else new_names[parts[0]] + parts[1]
 
-    result = {key if key == "LR_Scheduler" else renamed(key): value for key, value in state.items()}
-    if "master_weights" in state:
-        result.pop(renamed("master_weights"), None)
-        result["master_weights"] = {renamed(key): value for key, value in state["master_weights"].items()}
+    special = ("LR_Scheduler", "master_weights", _NAME_TABLE)
+    result = {renamed(key): value for key, value in state.items() if key not in special}
+    if "LR_Scheduler" in state:
+        result["LR_Scheduler"] = state["LR_Scheduler"]
+    masters = state.get("master_weights")
+    if masters is not None:
+        is_table = isinstance(masters, Mapping)
+        result["master_weights"] = {renamed(key): value for key, value in masters.items()} if is_table else masters
     return result
-
-
-def _check_plain_optimizer(inner: Any, state: Mapping[str, Any], path: str) -> None:
-    for by_name in inner._accumulators.values():
-        for tensor in by_name.values():
-            if tensor.name not in state:
-                raise CheckpointError(f"{path}: optimizer state {tensor.name} is missing")
-            if list(np.shape(state[tensor.name])) != list(tensor.shape):
-                raise CheckpointError(
-                    f"{path}: {tensor.name}: expected shape {list(tensor.shape)}, "
-                    f"got {list(np.shape(state[tensor.name]))}"
-                )

@@ -7,6 +7,7 @@ one place: ``unittests/test_paddle_compat.py`` runs every function on both suppo
 from __future__ import annotations
 
 import ctypes
+import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Optional
@@ -20,22 +21,45 @@ from paddle.base.layer_helper import LayerHelper
 __all__ = [
     "GlooGroup",
     "HostMemory",
+    "accumulators",
     "allocated_bytes",
     "bind_view",
+    "copy_options",
     "create_accumulators",
     "current_host",
+    "drop_grad",
     "element_size",
     "flat_view",
+    "forget_fused_params",
+    "forward_pre_hooks",
+    "fresh_states",
     "has_grad",
     "has_memory",
+    "host_view",
+    "innermost_optimizer",
     "is_sparse",
+    "keeps_masters",
+    "layer_params",
+    "lr_scheduler",
+    "master_weights",
     "new_param",
     "on_grad_ready",
+    "optimizer_options",
+    "overflow_flag",
+    "open_tcp_store",
+    "param_groups",
     "peak_bytes",
+    "pending_states",
     "release",
+    "set_layer_params",
+    "set_master_weights",
+    "set_overflow_flag",
+    "share_memory",
     "step_units",
     "take_grad",
+    "take_pending_states",
     "tcp_store",
+    "tensor_over",
 ]
 
 Tensor = Any
@@ -90,9 +114,36 @@ def release(tensor: Tensor) -> None:
     tensor._clear_data()
 
 
+def share_memory(source: Tensor, target: Tensor) -> None:
+    """Make ``target`` a view of the memory of ``source``, which has the same number of elements."""
+    source._share_buffer_to(target)
+
+
 def has_memory(tensor: Tensor) -> bool:
     """Whether ``tensor`` holds memory."""
     return bool(tensor._is_initialized())
+
+
+def host_view(tensor: Tensor) -> Any:
+    """The memory of a contiguous CPU tensor as a 1-D NumPy array; bfloat16 as its 16-bit patterns.
+
+    Writing to it writes to the tensor.  It keeps the tensor alive, but not the tensor its memory.
+    """
+    numel = math.prod(tensor.shape)
+    name = str(tensor.dtype).rpartition(".")[2]
+    numpy_dtype = np.dtype(np.uint16 if name == "bfloat16" else name)
+    if numel == 0:
+        return np.empty(0, numpy_dtype)
+    raw: Any = (ctypes.c_uint8 * (numel * numpy_dtype.itemsize)).from_address(tensor.data_ptr())
+    raw.base = tensor
+    return np.frombuffer(raw, numpy_dtype)
+
+
+def tensor_over(array: Any) -> Tensor:
+    """A CPU tensor over the memory of a NumPy array, which it keeps alive; uint16 becomes bfloat16."""
+    return core.eager.Tensor(
+        value=array, place=core.CPUPlace(), persistable=False, zero_copy=True, name="host", stop_gradient=True
+    )
 
 
 class HostMemory:
@@ -107,7 +158,7 @@ class HostMemory:
     def __init__(self, numel: int, dtype: Any) -> None:
         """Allocate ``numel`` elements of ``dtype`` on the host."""
         base = paddle.empty([numel], dtype=dtype)
-        raw = (ctypes.c_uint8 * (numel * element_size(dtype))).from_address(base.data_ptr())
+        raw: Any = (ctypes.c_uint8 * (numel * element_size(dtype))).from_address(base.data_ptr())
         raw.base = base  # the memory lives until the last view of the array is gone
         numpy_dtype = np.uint16 if dtype == paddle.bfloat16 else base.numpy().dtype
         self._array = np.frombuffer(raw, dtype=numpy_dtype)
@@ -128,6 +179,24 @@ class HostMemory:
             name="group_buffer",
             stop_gradient=True,
         )
+
+
+# ----------------------------------------------------------------------------------------------------------- layers
+
+
+def layer_params(layer: Any) -> Any:
+    """The mapping of names to parameters that ``layer`` owns directly."""
+    return layer.__dict__["_parameters"]
+
+
+def set_layer_params(layer: Any, params: Any) -> None:
+    """Replace that mapping; attribute access goes through its ``__getitem__``."""
+    layer.__dict__["_parameters"] = params
+
+
+def forward_pre_hooks(layer: Any) -> list[Any]:
+    """The hooks that run before the forward of ``layer``."""
+    return list(layer._forward_pre_hooks.values())
 
 
 # -------------------------------------------------------------------------------------------------------- gradients
@@ -162,6 +231,13 @@ def take_grad(param: Tensor) -> Optional[Tensor]:
     return flat
 
 
+def drop_grad(param: Tensor) -> None:
+    """Free the gradient of ``param``, where it has one."""
+    if getattr(param, "main_grad", None) is not None:
+        param.main_grad = None
+    param.clear_gradient(False)
+
+
 def has_grad(param: Tensor) -> bool:
     """Whether ``param`` holds a gradient of its own."""
     if getattr(param, "main_grad", None) is not None:
@@ -176,32 +252,149 @@ def has_grad(param: Tensor) -> bool:
 def new_param(like: Tensor, shape: Sequence[int], dtype: Any) -> Tensor:
     """A trainable parameter with the name and the options of ``like``, but another shape; without memory."""
     param = EagerParamBase(shape=list(shape), dtype=dtype, name=like.name, trainable=True)
-    for key, value in vars(like).items():
-        if key not in ("main_grad", "trainable"):
-            setattr(param, key, value)
+    copy_options(like, param)
     return param
 
 
-def step_units(optimizer: Optimizer, param_groups: Sequence[dict[str, Any]]) -> None:
+def copy_options(source: Tensor, target: Tensor) -> None:
+    """Give one parameter the rate, the regularizer, the clip flag and the other attributes of another."""
+    vars(target).update((key, value) for key, value in vars(source).items() if key != "main_grad")
+
+
+# Attributes, and options of groups, that hold a function of a parameter; what else a step of units sets aside.
+_PARAM_FUNCTIONS = ("_lr_ratio", "_exclude_from_weight_decay_fn", "exclude_from_weight_decay_fn")
+_STEP_OPTIONS = ("_grad_clip", "_use_multi_tensor", "_default_dict")
+# Keys of the tables of use_multi_tensor; the second pair is that of Paddle 2.6.
+_FUSED_KEYS = ({"FP32_DenseTensor", "FP16_DenseTensor"}, {"FP32_LODTensor", "FP16_LODTensor"})
+
+
+def step_units(
+    optimizer: Optimizer, param_groups: Sequence[dict[str, Any]], original: Callable[[Tensor], Tensor]
+) -> None:
     """Let ``optimizer`` update parameters with the given gradients.
 
     ``param_groups`` holds one dict per group of the optimizer, with the pairs ``(param, grad)`` under ``"params"`` and
-    the group's own options, without clipping, beside them; an optimizer without groups of its own has one dict that
-    holds nothing else.
+    the group's own options beside them; an optimizer without groups of its own has one dict that holds nothing else.
+    Nothing is clipped.  Functions of a parameter that the user gave (rates of AdamW, exclusions of LAMB) are called
+    with ``original(param)``.  The fused kernels of ``use_multi_tensor`` compute the same, but remember their list of
+    parameters, which changes from step to step here: the ordinary ones are used.
     """
+
+    def shown(options: dict[str, Any]) -> dict[str, Any]:
+        functions = {key: options[key] for key in _PARAM_FUNCTIONS if options.get(key) is not None}
+        return {**options, **{key: lambda param, f=f: f(original(param)) for key, f in functions.items()}}
+
     has_groups = bool(optimizer._param_groups) and isinstance(optimizer._param_groups[0], dict)
-    grad_clip, optimizer._grad_clip = optimizer._grad_clip, None
+    before = {key: value for key, value in vars(optimizer).items() if key in _PARAM_FUNCTIONS}
+    before.update({key: vars(optimizer)[key] for key in _STEP_OPTIONS if key in vars(optimizer)})
+    vars(optimizer).update(shown(before), _grad_clip=None, _use_multi_tensor=None)
+    optimizer._default_dict = shown(optimizer._default_dict)
     try:
         with paddle.no_grad():
             for index, group in enumerate(param_groups):
                 if not group["params"]:
                     continue
-                params_grads = {**group, "grad_clip": None} if has_groups else group["params"]
+                params_grads = {**shown(group), "grad_clip": None} if has_groups else group["params"]
                 optimizer._apply_optimize(
                     loss=None, startup_program=None, params_grads=params_grads, param_group_idx=index
                 )
     finally:
-        optimizer._grad_clip = grad_clip
+        vars(optimizer).update(before)
+
+
+def forget_fused_params(optimizer: Optimizer) -> None:
+    """Let an optimizer with ``use_multi_tensor`` make its lists of parameters and states anew at its next step."""
+    for table in vars(optimizer).values():
+        if isinstance(table, dict) and set(table) in _FUSED_KEYS:
+            for by_group in table.values():
+                for tensors in by_group or ():
+                    tensors.clear()
+
+
+def innermost_optimizer(optimizer: Any) -> Any:
+    """The optimizer inside the wrappers of fleet (``HybridParallelOptimizer``, ``MixPrecisionOptimizer``)."""
+    while hasattr(optimizer, "_inner_opt"):
+        optimizer = optimizer._inner_opt
+    return optimizer
+
+
+def param_groups(optimizer: Optimizer) -> list[tuple[dict[str, Any], list[Tensor], Any]]:
+    """The options, parameters and clip object of each group; one without options where there are no groups."""
+    groups = optimizer._param_groups or []
+    if groups and isinstance(groups[0], dict):
+        return [
+            ({key: value for key, value in group.items() if key != "params"}, group["params"], group.get("grad_clip"))
+            for group in groups
+        ]
+    return [({}, list(groups), optimizer._grad_clip)]
+
+
+def optimizer_options(optimizer: Optimizer) -> dict[str, Any]:
+    """The attributes of an optimizer that are numbers, texts or flags: rates, betas, switches, by name."""
+    return {name: value for name, value in vars(optimizer).items() if isinstance(value, (bool, int, float, str))}
+
+
+def lr_scheduler(optimizer: Optimizer) -> Optional[Any]:
+    """The scheduler of the learning rate, or None."""
+    rate = optimizer._learning_rate
+    return rate if isinstance(rate, paddle.optimizer.lr.LRScheduler) else None
+
+
+def keeps_masters(optimizer: Optimizer) -> bool:
+    """Whether the user asked for float32 master weights."""
+    return bool(getattr(optimizer, "_multi_precision", False))
+
+
+def overflow_flag(optimizer: Optimizer) -> Any:
+    """What ``GradScaler.step`` has left for the optimizer: a flag or a tensor, None where no scaler is used."""
+    return optimizer._get_auxiliary_var("found_inf")
+
+
+def set_overflow_flag(optimizer: Optimizer, value: Any) -> None:
+    """Answer the scaler, which reads the flag again after the step."""
+    optimizer._set_auxiliary_var("found_inf", value)
+
+
+def accumulators(optimizer: Optimizer) -> dict[str, dict[str, Tensor]]:
+    """The optimizer's own table of states: state name -> parameter name -> tensor; changes are seen by it."""
+    table: dict[str, dict[str, Tensor]] = optimizer._accumulators
+    return table
+
+
+def master_weights(optimizer: Optimizer) -> dict[str, Tensor]:
+    """A copy of the table of float32 master weights: parameter name -> tensor."""
+    return dict(getattr(optimizer, "_master_weights", None) or {})
+
+
+def set_master_weights(optimizer: Optimizer, masters: dict[str, Tensor]) -> None:
+    """Replace the table of master weights."""
+    if hasattr(optimizer, "_master_weights"):
+        optimizer._master_weights = masters
+
+
+def pending_states(optimizer: Optimizer) -> dict[str, Any]:
+    """What ``set_state_dict`` keeps until parameters are stepped for the first time."""
+    return dict(optimizer._accumulators_holder)
+
+
+def take_pending_states(optimizer: Optimizer) -> dict[str, Any]:
+    """:func:`pending_states`, which the optimizer then forgets."""
+    pending, optimizer._accumulators_holder = dict(optimizer._accumulators_holder), {}
+    return pending
+
+
+def fresh_states(optimizer: Optimizer, param: Tensor) -> dict[str, Tensor]:
+    """The states that ``optimizer`` would create for ``param``; its tables are left as they were."""
+    pending, optimizer._accumulators_holder = optimizer._accumulators_holder, {}
+    param.name = paddle.utils.unique_name.generate("state_probe")  # optimizers remember names for ever
+    names = len(optimizer._opti_name_list)
+    try:
+        create_accumulators(optimizer, [param])
+    finally:
+        optimizer._accumulators_holder = pending
+        del optimizer._opti_name_list[names:]
+    table = {name: by_param.pop(param.name, None) for name, by_param in accumulators(optimizer).items()}
+    return {name: state for name, state in table.items() if state is not None}
 
 
 def create_accumulators(optimizer: Optimizer, params: Sequence[Tensor]) -> None:
@@ -228,14 +421,24 @@ def current_host() -> str:
     return paddle.distributed.ParallelEnv().current_endpoint.rpartition(":")[0].strip("[]") or "127.0.0.1"
 
 
+def open_tcp_store(host: str, port: int, serve: bool) -> Any:
+    """A key-value store of our own: ``serve`` it on this rank, or connect to the rank that does."""
+    return core.TCPStore(host, port, serve, 1)
+
+
 class GlooGroup:
     """A gloo process group that Paddle's registry of groups does not hand out to anybody else.
 
-    Every method takes contiguous CPU tensors, blocks until done, and releases the GIL meanwhile.
+    Every method takes contiguous CPU tensors, blocks until done, and releases the GIL meanwhile.  Paddle keeps the group,
+    its sockets and its threads until the process ends.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, group_id: int) -> None:
-        """Collective over the members; ``group_id`` keeps their messages apart from those of other groups."""
+        """Collective over the members; ``group_id`` must be new to the process.
+
+        ``store`` must be new to gloo: Paddle leaves the addresses of every group under the same names, so a rank that is
+        slow to overwrite its own sends the others to sockets of an earlier group ("Connection refused").
+        """
         self._group = core.ProcessGroupGloo.create(store, rank, world_size, group_id)
 
     def all_gather(self, full: Tensor, shard: Tensor) -> None:

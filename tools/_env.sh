@@ -32,9 +32,10 @@ pgs_find_python() {
     fi
     for command in "${candidates[@]}"; do
         minor="$(pgs_minor_version "$command")"
+        [ -n "$minor" ] || [ -z "${PGS_PYTHON:-}" ] || pgs_fail "PGS_PYTHON=$PGS_PYTHON is no Python that runs"
         [ -n "$minor" ] || continue
         if [ "$minor" -lt "$PGS_OLDEST" ] || [ "$minor" -gt "$newest" ]; then
-            unfit="$unfit, $command is $("$command" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])')"
+            unfit="${unfit:+$unfit, }$command, which is $("$command" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])')"
         elif ! "$command" -c 'import venv, ensurepip' 2>/dev/null; then
             no_venv="${no_venv:-$command}"
         else
@@ -47,7 +48,7 @@ pgs_find_python() {
         pgs_fail "$no_venv has no venv module; install it (Debian, Ubuntu: apt-get install python3.$minor-venv)" \
             "or name another Python by PGS_PYTHON=/path/to/python"
     fi
-    pgs_fail "needs Python 3.$PGS_OLDEST to 3.$newest, found ${unfit:+only: }${unfit#, }${unfit:-none};" \
+    pgs_fail "needs Python 3.$PGS_OLDEST to 3.$newest, found ${unfit:-none};" \
         "install one or name it by PGS_PYTHON=/path/to/python"
 }
 
@@ -63,16 +64,21 @@ pgs_check_disk() {
 
 # pgs_pip LOG ARGUMENTS: quiet but for a line per large download; the whole output goes to LOG.
 pgs_pip() {
-    local log="$1" status
+    local log="$1" failed="pip ended with an error" line
     shift
-    "$PGS_VENV_PYTHON" -m pip --disable-pip-version-check install --progress-bar off --retries 5 --timeout 60 "$@" 2>&1 |
-        tee "$log" | grep --line-buffered -oE 'Downloading [^ /]+ \([0-9.]+ MB\)|^Installing collected' | sed -u 's/^/   /' || true
-    status="${PIPESTATUS[0]}"
-    [ "$status" -eq 0 ] && return 0
-    if grep -q 'No space left on device' "$log"; then
+    {
+        "$PGS_VENV_PYTHON" -m pip --disable-pip-version-check install --progress-bar off --retries 5 --timeout 60 "$@" ||
+            echo "$failed"
+    } 2>&1 | tee "$log" | while IFS= read -r line; do
+        case "$line" in
+            *Downloading*" MB)" | "Installing collected"*) printf '   %s\n' "$(printf '%s' "${line#  }" | cut -c1-100)" ;;
+        esac
+    done || true
+    if grep -q 'No space left on device' "$log" || ! [ -s "$log" ]; then
         pgs_fail "the disk became full while installing; make room (pip also needs some in ${TMPDIR:-/tmp}) and run again"
+    elif grep -qx "$failed" "$log"; then
+        pgs_fail "pip could not install the packages: $(grep '^ERROR' "$log" | tail -1) (all of its output is in $log)"
     fi
-    pgs_fail "pip could not install the packages: $(grep -E '^ERROR' "$log" | tail -1); all of its output is in $log"
 }
 
 # What an installation depends on: if this text is the same as last time, nothing has to be installed.

@@ -19,7 +19,7 @@ __all__ = ["Corpus", "CorpusError", "Windows"]
 STDLIB_LIMIT = 8 << 20  # bytes that are read at most
 VALIDATION_SHARE = 20  # one byte of so many is held out, at the end
 # Not code that a person writes by hand: installed packages, tests (two thirds of all) and tables of characters.
-SKIPPED_DIRECTORIES = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"})
+SKIPPED = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings"})
 
 
 class CorpusError(Exception):
@@ -55,7 +55,7 @@ class Corpus:
     def of_stdlib(limit: int = STDLIB_LIMIT) -> Corpus:
         """Source of Python's own standard library, ``limit`` bytes of it: text that every machine has."""
         root = Path(sysconfig.get_path("stdlib"))
-        files = [path for path in sorted(root.rglob("*.py")) if not SKIPPED_DIRECTORIES & set(path.relative_to(root).parts)]
+        files = [path for path in sorted(root.rglob("*.py")) if not SKIPPED & set(path.relative_to(root).parts)]
         random.Random(0).shuffle(files)  # so that the part held out, at the end, is like the rest
         parts: list[bytes] = []
         size = 0
@@ -75,9 +75,9 @@ class Corpus:
     def check(self, seq: int) -> None:
         """Raise CorpusError unless each part holds at least one window of ``seq`` bytes and the byte after it."""
         need = (seq + 1) * VALIDATION_SHARE
-        have = len(self.train) + len(self.validation)
         if min(len(self.train), len(self.validation)) <= seq:
-            raise CorpusError(f"{self.source}: {have} bytes of text, but --seq {seq} needs {need}; give more with --data FILE")
+            have = len(self.train) + len(self.validation)
+            raise CorpusError(f"{self.source}: {have} bytes of text, but --seq {seq} needs {need}; give --data FILE")
 
     @property
     def checksum(self) -> int:

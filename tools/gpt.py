@@ -37,7 +37,8 @@ class Attention(nn.Layer):
         self.dropout = config.dropout
         self.qkv = nn.Linear(config.width, 3 * config.width, weight_attr=_normal(0.02))
         self.out = nn.Linear(config.width, config.width, weight_attr=_residual(config))
-        self.register_buffer("bias", paddle.to_tensor(_distance_bias(config)), persistable=False)
+        slopes = 2.0 ** (-8.0 * np.arange(config.heads, dtype="float32") / config.heads)
+        self.register_buffer("slopes", paddle.to_tensor(slopes.reshape([-1, 1, 1])), persistable=False)
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
         """Mix each position with those before it."""
@@ -46,10 +47,16 @@ class Attention(nn.Layer):
         qkv = self.qkv(x).reshape([batch, seq, 3, self.heads, width // self.heads]).transpose([2, 0, 3, 1, 4])
         query, key, value = qkv.unbind(0)
         scores = paddle.matmul(query, key, transpose_y=True) / math.sqrt(width // self.heads)
-        weights = F.softmax(scores + self.bias[:, :seq, :seq].astype(scores.dtype))
+        weights = F.softmax(scores + self._bias(seq).astype(scores.dtype))
         weights = F.dropout(weights, self.dropout, training=self.training)
         mixed = paddle.matmul(weights, value).transpose([0, 2, 1, 3]).reshape([batch, seq, width])
         return self.out(mixed)
+
+    def _bias(self, seq: int) -> paddle.Tensor:
+        """Added to the scores, [heads, seq, seq]: each head favours near bytes by its slope, and none sees ahead."""
+        place = paddle.arange(seq, dtype="float32")
+        distance = place.unsqueeze(1) - place
+        return paddle.where(distance < 0, paddle.full_like(distance, -1e9), -self.slopes * distance)
 
 
 class Block(nn.Layer):
@@ -104,13 +111,6 @@ def generate(model: GPT, prompt: bytes, length: int, temperature: float, seed: i
             chances = np.exp(logits - logits.max())
             text.append(int(rng.choice(len(chances), p=chances / chances.sum())))
     return bytes(text[len(prompt) :])
-
-
-def _distance_bias(config: GPTConfig) -> np.ndarray:
-    """What is added to the scores, [heads, seq, seq]: each head favours near bytes by its own slope; none sees ahead."""
-    distance = np.arange(config.seq)[:, None] - np.arange(config.seq)
-    slopes = 2.0 ** (-8.0 * np.arange(config.heads) / config.heads)
-    return np.where(distance >= 0, -slopes[:, None, None] * distance, -1e9).astype("float32")
 
 
 def _normal(std: float) -> paddle.ParamAttr:

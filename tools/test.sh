@@ -9,16 +9,21 @@
 # PGS_VENV=DIR     where the environment is (default .venv-test, or .venv-test-gpu, beside the sources)
 # PGS_PYTHON=FILE  the Python to make it with
 # PGS_EXTRAS=...   more extras of setup.py to install, such as dev
+# PGS_JOBS=N       test files at once; those that start processes count as two (default 2)
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 
 paddle=cpu
-if [ "${1:-}" = --paddle ]; then
-    paddle="${2:-}"
-    [ "$paddle" = cpu ] || [ "$paddle" = gpu ] || pgs_fail "--paddle takes cpu or gpu, got '$paddle'"
-    shift 2
-fi
-case "${1:-}" in -h | --help) sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
+arguments=()
+while [ $# -gt 0 ]; do
+    case "$1" in
+        -h | --help) sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit 0 ;;
+        --paddle) paddle="${2:-}"; shift ;;
+        *) arguments+=("$1") ;;
+    esac
+    [ $# -eq 0 ] || shift
+done
+[ "$paddle" = cpu ] || [ "$paddle" = gpu ] || pgs_fail "--paddle takes cpu or gpu, got '$paddle'"
 
 suffix=""
 [ "$paddle" = cpu ] || suffix="-$paddle"
@@ -34,7 +39,7 @@ version="$("$PGS_VENV_PYTHON" -c 'from importlib.metadata import version as v; i
 print("Python %d.%d," % sys.version_info[:2], sys.argv[1], v(sys.argv[1]))' "paddlepaddle$suffix")"
 pgs_say "testing on $version"
 status=0
-ctest --test-dir "$build" --output-on-failure --no-tests=error -j "${PGS_JOBS:-2}" "$@" || status=$?
+ctest --test-dir "$build" --output-on-failure --no-tests=error -j "${PGS_JOBS:-2}" ${arguments[@]+"${arguments[@]}"} || status=$?
 if [ "$status" -eq 0 ]; then
     pgs_say "all tests passed ($version)"
 else

@@ -12,11 +12,9 @@ import contextlib
 import json
 import math
 import os
-import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
@@ -27,16 +25,14 @@ import paddle.nn.functional as F
 from corpus import Corpus, CorpusError, Windows
 from gpt import GPT, GPTConfig, generate
 from paddle.distributed import fleet
-from tqdm import tqdm
 from train_options import STATE_FILE, parse, read_state
-from zero_formula import FORMULAS, state_bytes
+from train_report import Measured, progress_bar, say, table
 
 from paddle_group_sharded import group_sharded_parallel, load_group_sharded_model, save_group_sharded_model
-from paddle_group_sharded.errors import GroupShardedError
+from paddle_group_sharded.errors import CheckpointError, UsageError
 from paddle_group_sharded.paddle_compat import allocated_bytes, peak_bytes
 
 VALIDATION_WINDOWS = 128
-RECENT = 50  # steps over which the final training loss is averaged
 
 
 class Ranks:
@@ -46,7 +42,7 @@ class Ranks:
         self.size = dist.get_world_size()
         self.rank = dist.get_rank()
         if self.size > 1:
-            fleet.init(is_collective=True)
+            fleet.init(is_collective=True, log_level="WARNING")
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Sums over all ranks, in fp64; collective."""
@@ -58,15 +54,6 @@ class Ranks:
     def gather(self, value: float) -> list[float]:
         """The value of each rank; collective."""
         return self.sum([value if rank == self.rank else 0.0 for rank in range(self.size)])
-
-
-@dataclass
-class Measured:
-    """What the table at the end reports; bytes and seconds are this rank's."""
-
-    losses: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    states_bytes: int = 0  # live after a backward: weights, gradients and optimizer states, no activations
 
 
 class Trainer:
@@ -119,12 +106,12 @@ class Trainer:
                 (loss if self.scaler is None else self.scaler.scale(loss)).backward()
             mine += loss.item()
         del loss  # it holds the last activations
-        self.measured.states_bytes = allocated_bytes()
         if self.scaler is None:
             self.optimizer.step()
         else:
             self.scaler.step(self.optimizer)
             self.scaler.update()
+        self.measured.states_bytes = allocated_bytes()
         self.optimizer.clear_grad()
         self.scheduler.step()
         mean = ranks.sum([mine])[0] / ranks.size
@@ -137,8 +124,10 @@ class Trainer:
         return validation_loss(self.model, self.corpus, self.options, self.ranks.rank, self.ranks.size, self.ranks.sum)
 
     def save(self, step: int) -> None:
-        """Write the weights, the optimizer and, last, the step; collective."""
+        """Write the weights, the optimizer and, last, the step: without it a folder is unfinished.  Collective."""
         folder = Path(self.options.save)
+        if self.ranks.rank == 0:
+            (folder / STATE_FILE).unlink(missing_ok=True)
         if self.options.level == "none":
             if self.ranks.rank == 0:
                 paddle.save(self.model.state_dict(), str(folder / "model.pdmodel"))
@@ -147,20 +136,18 @@ class Trainer:
             save_group_sharded_model(self.model, str(folder), optimizer=self.optimizer)
         if self.ranks.rank == 0:
             state = {"step": step, "checksum": self.corpus.checksum, "options": vars(self.options)}
-            unfinished = folder / (STATE_FILE + ".tmp")
-            unfinished.write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
-            os.replace(unfinished, folder / STATE_FILE)
+            (folder / STATE_FILE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
 
     def resume(self) -> int:
         """Continue what ``--resume`` names; the steps it has done.  Any level and number of ranks may have saved it."""
         state = read_state(self.options.resume)
         if state["checksum"] != self.corpus.checksum:
-            raise CorpusError(f"--resume {self.options.resume}: it was trained on another text than {self.corpus.source}")
+            raise CorpusError(f"--resume {self.options.resume}: its text was another than {self.corpus.source}")
         load_group_sharded_model(self.model, self.options.resume, optimizer=self.optimizer)
         if self.scheduler.last_epoch != state["step"]:
             raise CorpusError(
                 f"--resume {self.options.resume}: {STATE_FILE} says step {state['step']}, but the optimizer's file "
-                f"step {self.scheduler.last_epoch}: a saving was cut short; resume from another folder"
+                f"step {self.scheduler.last_epoch}: they are not of one saving; resume from another folder"
             )
         return int(state["step"])
 
@@ -181,6 +168,11 @@ class Trainer:
 def config_of(options: Any) -> GPTConfig:
     """The model that the options describe."""
     return GPTConfig(options.layers, options.width, options.heads, options.seq, options.dropout)
+
+
+def last_step(options: Any) -> int:
+    """Where this launch ends."""
+    return int(options.steps if options.stop_at is None else min(options.stop_at, options.steps))
 
 
 def rate_at(step: int, options: Any) -> float:
@@ -211,30 +203,6 @@ def validation_loss(model: paddle.nn.Layer, corpus: Corpus, options: Any, rank: 
     return float(loss / weight)
 
 
-def table(trainer: Trainer, validation: float) -> str:
-    """The result, and bytes per rank beside the formula; collective."""
-    options, ranks, measured = trainer.options, trainer.ranks, trainer.measured
-    states = ranks.gather(measured.states_bytes)
-    peaks = ranks.gather(peak_bytes())
-    seconds = statistics.median(measured.seconds)
-    formula = state_bytes(options.level, trainer.num_parameters, ranks.size)
-
-    def megabytes(values: Sequence[float]) -> str:
-        return ", ".join(f"{value / 1e6:.2f}" for value in values)
-
-    rows = [
-        ("loss, last steps", f"{statistics.fmean(measured.losses[-RECENT:]):.4f}"),
-        ("validation loss", f"{validation:.4f}"),
-        ("step time, median", f"{seconds * 1e3:.1f} ms, {options.batch * options.seq / seconds:,.0f} tokens/s"),
-        ("model states, MB per rank", megabytes(states)),
-        (f"ZeRO formula, {FORMULAS[options.level]} bytes a parameter", megabytes([formula])),
-        ("peak, MB per rank (with activations)", megabytes(peaks)),
-    ]
-    title = f"level {options.level}, {ranks.size} rank{'s' * (ranks.size > 1)}, {trainer.num_parameters:,} parameters"
-    width = max(len(name) for name, _ in rows)
-    return "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows)])
-
-
 def read_back(options: Any, corpus: Corpus) -> str:
     """Load what was saved into a plain model with plain Paddle, validate it in this process, and let it write."""
     model = GPT(config_of(options))
@@ -251,15 +219,10 @@ def read_back(options: Any, corpus: Corpus) -> str:
 def train(trainer: Trainer, start: int) -> float:
     """Steps ``start`` to the end, with a progress bar on rank 0; the last validation loss."""
     options = trainer.options
-    stop = options.steps if options.stop_at is None else min(options.stop_at, options.steps)
-    bar = tqdm(
-        total=options.steps,
-        initial=start,
-        disable=trainer.ranks.rank != 0,
-        unit="step",
-        mininterval=0.2 if sys.stderr.isatty() else 5.0,
-    )
+    stop = last_step(options)
+    bar = progress_bar(start, options.steps, disable=trainer.ranks.rank != 0)
     with bar:
+        say(bar, f"step {start}: validation loss {trainer.validate():.4f}")
         for index in range(start, stop):
             loss = trainer.step(index)
             speed = options.batch * options.seq / trainer.measured.seconds[-1]
@@ -268,17 +231,18 @@ def train(trainer: Trainer, start: int) -> float:
             bar.update()
             done = index + 1
             if options.eval_every and done % options.eval_every == 0 and done < stop:
-                validation = trainer.validate()
-                bar.write(f"step {done}: validation loss {validation:.4f}", file=sys.stdout)
+                say(bar, f"step {done}: validation loss {trainer.validate():.4f}")
             if options.save_every and done % options.save_every == 0 and done < stop:
                 trainer.save(done)
-    return trainer.validate()
+        validation = trainer.validate()
+        say(bar, f"step {stop}: validation loss {validation:.4f}")
+    return validation
 
 
 def main(arguments: Optional[Sequence[str]] = None) -> int:
     """Run the whole job; 0, or 1 with a line on what is wrong."""
     options = parse(arguments, dist.get_world_size())
-    if options.amp != "none" and not paddle.device.is_compiled_with_cuda():
+    if options.amp != "none" and paddle.get_device() == "cpu":
         return refuse(f"--amp {options.amp}: Paddle has no 16-bit kernels on CPU, where only --amp none is allowed")
     try:
         corpus = Corpus.of_stdlib() if options.data is None else Corpus.of_file(options.data)
@@ -287,21 +251,36 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
         ranks = Ranks()
         trainer = Trainer(options, corpus, ranks)
         start = 0 if options.resume is None else trainer.resume()
-    except (CorpusError, GroupShardedError, OSError) as error:
+        if start >= last_step(options):
+            return refuse(f"--resume {options.resume}: it has done its {start} steps; ask for more with --steps")
+        if ranks.rank == 0:
+            sizes = f"{len(corpus.train):,} bytes to train on, {len(corpus.validation):,} held out"
+            print(f"{corpus.source}: {sizes}", flush=True)
+        validation = train(trainer, start)
+        summary = summarize(trainer, validation)
+        trainer.save(trainer.scheduler.last_epoch)
+    except (CorpusError, CheckpointError, UsageError, OSError) as error:
         return refuse(str(error))
     if ranks.rank == 0:
-        print(f"{corpus.source}: {len(corpus.train):,} bytes to train on, {len(corpus.validation):,} held out", flush=True)
-        print(f"step {start}: validation loss, before training, is near {math.log(256):.2f}" if start == 0 else "", flush=True)
-    validation = train(trainer, start)
-    trainer.save(trainer.scheduler.last_epoch)
-    report = table(trainer, validation)
-    if ranks.rank == 0:
-        print(report, read_back(options, corpus), sep="\n\n", flush=True)
+        print(summary, read_back(options, corpus), sep="\n\n", flush=True)
     return 0
 
 
+def summarize(trainer: Trainer, validation: float) -> str:
+    """The table of the run so far; collective."""
+    return table(
+        level=trainer.options.level,
+        parameters=trainer.num_parameters,
+        tokens=trainer.options.batch * trainer.options.seq,
+        measured=trainer.measured,
+        validation=validation,
+        states=trainer.ranks.gather(trainer.measured.states_bytes),
+        peaks=trainer.ranks.gather(peak_bytes()),
+    )
+
+
 def refuse(reason: str) -> int:
-    """Say why the run does not start."""
+    """Say why the run ends."""
     print(f"train_gpt.py: {reason}", file=sys.stderr)
     return 1
 

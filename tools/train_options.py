@@ -49,9 +49,9 @@ def read_state(folder: str) -> dict[str, Any]:
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace, ranks: int) -> None:
     """Bounds and divisibility, each with what is allowed."""
     least = {"layers": 1, "width": 1, "heads": 1, "seq": 2, "batch": 1, "steps": 1, "accumulate": 1, "warmup": 0}
-    least.update({"eval_every": 0, "save_every": 0, "seed": 0, "sample": 0})
+    least.update({"eval_every": 0, "save_every": 0, "seed": 0, "sample": 0, "stop_at": 1})
     for name, bound in least.items():
-        if getattr(options, name) < bound:
+        if getattr(options, name) is not None and getattr(options, name) < bound:
             parser.error(f"{_flag(name)} {getattr(options, name)}: expected {bound} or more")
     for name in ("lr", "temperature"):
         if not getattr(options, name) > 0:

@@ -36,6 +36,8 @@ def create_comm(group: Any = None, timeout: float = 1800.0) -> Comm:
     Collective over the members of the group, in the same order on each; others must not call.  ``timeout``: seconds
     that an operation waits for ranks that have not come, before it raises :class:`CommError` naming them.
     """
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
+        raise UsageError(f"timeout must be a number of seconds above 0, got {timeout!r}")
     if not paddle.distributed.is_initialized():
         world_size = paddle.distributed.get_world_size()
         if world_size > 1:
@@ -44,6 +46,10 @@ def create_comm(group: Any = None, timeout: float = 1800.0) -> Comm:
                 "fleet.init(is_collective=True) or paddle.distributed.init_parallel_env() first"
             )
         return LocalComm()
+    if group is not None and not hasattr(group, "ranks"):
+        raise UsageError(
+            f"group must be what paddle.distributed.new_group() returned, or None for all ranks, got {group!r}"
+        )
     global_rank = paddle.distributed.get_rank()
     ranks = tuple(range(paddle.distributed.get_world_size())) if group is None else tuple(group.ranks)
     if global_rank not in ranks:

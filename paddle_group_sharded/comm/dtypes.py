@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -9,16 +10,18 @@ import numpy.typing as npt
 import paddle
 
 from ..errors import UsageError
+from ..paddle_compat import host_view
+from .base import Segment
 
 __all__ = [
     "MOVED",
     "SUMMED_AS",
     "check_tensor",
     "dtype_name",
-    "from_bytes",
+    "host_widened",
+    "numel_of",
     "overwrite",
-    "to_host",
-    "to_host_widened",
+    "overwrite_bytes",
     "widened",
 ]
 
@@ -39,6 +42,11 @@ def dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).rpartition(".")[2]
 
 
+def numel_of(segment: Segment) -> int:
+    """Elements of a tensor, or of a stretch of zeros; quicker than ``tensor.size``."""
+    return segment if isinstance(segment, int) else math.prod(segment.shape)
+
+
 def check_tensor(tensor: Tensor, label: str, summed: bool = False) -> None:
     """Raise :class:`UsageError` for a tensor that cannot be communicated (``summed``: not even added up)."""
     if not tensor.is_contiguous():
@@ -57,34 +65,23 @@ def widened(dtype: str) -> str:
     return SUMMED_AS.get(dtype, dtype)
 
 
-def to_host(tensor: Tensor) -> Array:
-    """A copy of the elements, 1-D; bfloat16 as its 16-bit patterns."""
-    array: Array = tensor.numpy().reshape(-1)
-    return array
-
-
-def to_host_widened(tensor: Tensor) -> Array:
-    """A copy of the elements, 1-D, in the dtype in which they are summed."""
+def host_widened(tensor: Tensor) -> Array:
+    """The elements, 1-D, in the dtype in which they are summed; a view of the tensor's memory if that is its own."""
     name = dtype_name(tensor)
-    array = to_host(tensor)
+    array: Array = host_view(tensor)
     if name == "bfloat16":  # the upper half of a float32
         return (array.astype(np.uint32) << 16).view(np.float32)
     return array.astype(widened(name), copy=False)
 
 
-def from_bytes(data: bytes, dtype: str) -> Array:
-    """The elements that :func:`to_host` gave, for :func:`overwrite`; bytes where NumPy does not know the dtype."""
-    try:
-        return np.frombuffer(data, dtype)
-    except TypeError:
-        return np.frombuffer(data, np.uint8)
-
-
 def overwrite(tensor: Tensor, array: Array) -> None:
-    """Write ``array`` (1-D) into the memory of ``tensor``: elements in its dtype or a wider one, or its bytes."""
-    if array.dtype == np.uint8 and dtype_name(tensor) != "uint8":
-        target = tensor.detach().reshape_([-1]).view("uint8")
-        target.copy_(paddle.to_tensor(array), True)
-    else:
-        value = paddle.to_tensor(array.reshape(tuple(tensor.shape)))
-        tensor.copy_(value if value.dtype == tensor.dtype else value.cast(tensor.dtype), True)
+    """Write ``array``, 1-D and in the dtype in which ``tensor`` is summed, into the memory of ``tensor``."""
+    if dtype_name(tensor) in SUMMED_AS:
+        array = host_view(paddle.to_tensor(array).cast(tensor.dtype))
+    host_view(tensor)[:] = array
+
+
+def overwrite_bytes(tensor: Tensor, data: bytes) -> None:
+    """Write the bytes of other tensors of its dtype into the memory of ``tensor``."""
+    view = host_view(tensor)
+    view[:] = np.frombuffer(data, view.dtype)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NoReturn, Optional
+from typing import Any, NoReturn, Optional
 
 from ..errors import CommError
 from .link import Link, LinkClosed, dumps, loads, wait_readable
@@ -64,10 +64,21 @@ class Gate:
         message = _REQUEST + dumps((request, offer))
         return self._ask_others(request, offer, message) if self._rank == 0 else self._ask_hub(request, message)
 
+    def exchange(self, label: str, value: Any) -> list[Any]:
+        """Every rank's ``value``, in rank order."""
+        return [
+            loads(offer) for offer in self.ask(Request("exchange", label), dumps(value)).offers if offer is not None
+        ]
+
     def check(self) -> None:
         """Raise if the communicator has failed."""
         if self._failure is not None:
             raise CommError(self._failure)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the communicator has failed."""
+        return self._failure is not None
 
     def fail(self, reason: str) -> None:
         """Tell the other ranks that this one cannot go on; their present or next call raises ``reason``."""

@@ -9,7 +9,6 @@ gloo's time limit*: after it the group is dead on every rank, and a tensor may h
 from __future__ import annotations
 
 import weakref
-import zlib
 from collections.abc import Sequence
 from typing import Any, Callable, Optional
 
@@ -19,6 +18,7 @@ from ..errors import CommError
 from ..paddle_compat import GlooGroup, tcp_store
 from .base import Segment, Server, Work
 from .gate import Gate
+from .groups import GROUPS, Member
 from .link import accept_links, dial_link
 from .operations import AllGather, AllReduce, Barrier, Broadcast, Exchange, Operation, ReduceScatter
 from .transport import GlooTransport
@@ -35,37 +35,37 @@ _EXIT_SECONDS = 1.0  # for what is still queued when the program ends without cl
 class GlooComm:
     """A :class:`~.base.Comm` over gloo."""
 
-    def __init__(self, rank: int, ranks: Sequence[int], gate: Gate, transport: GlooTransport) -> None:
+    def __init__(self, member: Member, gate: Gate, group_id: int, group: GlooGroup) -> None:
         """Use :meth:`connect`."""
-        self.rank = rank
-        self.world_size = len(ranks)
-        self.ranks = tuple(ranks)
+        self.rank = member.rank
+        self.world_size = len(member.ranks)
+        self.ranks = member.ranks
         self.on_run: Optional[Callable[[Request, bool], None]] = None
         """Called in the worker thread with each operation, in the order in which they really run; the second argument
         tells whether this rank only takes part for others."""
         self._gate = gate
-        self._transport = transport
+        self._transport = GlooTransport(group, self.rank, self.world_size)
         self._servers: dict[str, Server] = {}  # the worker's own
-        self._worker = Worker(f"group_sharded comm of ranks {list(ranks)}")
-        self._finalizer = weakref.finalize(self, _leave, self._worker, gate, _EXIT_SECONDS)
+        self._worker = Worker(f"group_sharded comm of ranks {list(self.ranks)}")
+        self._finalizer = weakref.finalize(
+            self, _leave, self._worker, gate, lambda: GROUPS.give_back(member, group_id, group), _EXIT_SECONDS
+        )
 
     @classmethod
     def connect(cls, rank: int, ranks: Sequence[int], timeout: float) -> GlooComm:
         """Open a communicator over the global ``ranks``, as number ``rank`` of them; collective over these only."""
+        member = Member(rank, tuple(ranks))
         store = tcp_store()
         members = "group_sharded/" + "_".join(str(number) for number in ranks)
         # Every rank counts for itself, so members agree on a new name without asking anybody else.
-        name = f"{members}/{store.add(f'{members}/created_by/{rank}', 1)}"
+        name = f"{members}/{store.add(f'{members}/opened_by/{rank}', 1)}"
         if rank == 0:
             by_global_rank = accept_links(store, name, ranks[1:], timeout)
             links = {ranks.index(number): link for number, link in by_global_rank.items()}
         else:
             links = {0: dial_link(store, name, ranks[rank])}
         gate = Gate(rank, ranks, links, timeout)
-        gate.ask(Request("open", name))  # all are here: gloo's own connecting cannot run into its limit
-        group_id = 0x4000_0000 | zlib.crc32(name.encode()) & 0x3FFF_FFFF  # far from Paddle's, which count from 0
-        transport = GlooTransport(GlooGroup(store, rank, len(ranks), group_id), rank, len(ranks))
-        return cls(rank, ranks, gate, transport)
+        return cls(member, gate, *GROUPS.open(gate, member, name))
 
     def all_gather(self, full: Tensor, shard: Tensor, label: str) -> Work:
         """See :class:`~.base.Comm`."""
@@ -98,8 +98,10 @@ class GlooComm:
 
     def close(self) -> None:
         """See :class:`~.base.Comm`."""
-        if self._finalizer.detach() is not None:
-            _leave(self._worker, self._gate, None)
+        detached = self._finalizer.detach()
+        if detached is not None:
+            _, leave, arguments, _ = detached
+            leave(*arguments[:-1], None)
 
     def _submit(self, operation: Operation) -> Work:
         if not self._finalizer.alive:
@@ -147,9 +149,12 @@ class GlooComm:
             self._gate.served[label] = server.numel
 
 
-def _leave(worker: Worker, gate: Gate, seconds: Optional[float]) -> None:
+def _leave(worker: Worker, gate: Gate, give_back: Callable[[], None], seconds: Optional[float]) -> None:
     """Let what is queued finish, within ``seconds``, then end the thread and the sockets."""
-    if not worker.close(seconds):
+    if worker.close(seconds):
+        if not gate.failed:
+            give_back()
+    else:
         gate.shutdown()
         worker.close(seconds)
     gate.close()

@@ -110,20 +110,25 @@ def accept_links(store: Any, name: str, peers: Sequence[int], timeout: float) ->
     deadline = time.monotonic() + timeout
     with socket.create_server((host, 0), family=family, backlog=len(peers) + 8) as server:
         store.set(name, json.dumps([host, server.getsockname()[1], key.hex()]))
+        store.add(f"{name}/open", 1)
         while len(links) < len(peers):
             server.settimeout(max(0.001, deadline - time.monotonic()))
             try:
                 sock, _ = server.accept()
             except socket.timeout:  # TimeoutError only since Python 3.10
-                missing = ", ".join(str(peer) for peer in peers if peer not in links)
-                raise CommError(
-                    f"expected every rank of the group to open its communicator within {timeout:.0f} s, but rank "
-                    f"{missing} did not come; build the same models and optimizers on all ranks, in the same order"
-                ) from None
+                raise CommError(_not_come(timeout, [peer for peer in peers if peer not in links])) from None
             rank = _greet(sock, key, set(peers) - set(links))
             if rank is not None:
                 links[rank] = Link(sock)
     return links
+
+
+def _not_come(timeout: float, missing: Sequence[int]) -> str:
+    return (
+        f"expected every rank of the group to open its communicator within {timeout:.0f} s, but rank "
+        f"{', '.join(str(rank) for rank in missing)} did not come; call group_sharded_parallel on all ranks of its "
+        "group, in the same order"
+    )
 
 
 def _greet(sock: socket.socket, key: bytes, expected: set[int]) -> Optional[int]:
@@ -140,8 +145,15 @@ def _greet(sock: socket.socket, key: bytes, expected: set[int]) -> Optional[int]
     return None
 
 
-def dial_link(store: Any, name: str, rank: int) -> Link:
-    """Connect to the rank that called :func:`accept_links` with ``name``, as ``rank``; waits until it has."""
+def dial_link(store: Any, name: str, rank: int, hub: int, timeout: float) -> Link:
+    """Connect to the rank ``hub``, which calls :func:`accept_links` with ``name``, as ``rank``; waits until it has.
+
+    Raises :class:`CommError` where it has not come within ``timeout`` seconds.
+    """
+    deadline = time.monotonic() + timeout
+    while store.add(f"{name}/open", 0) == 0:  # get() would wait for ever
+        if time.monotonic() > deadline:
+            raise CommError(_not_come(timeout, [hub]))
     host, port, key = json.loads(store.get(name))
     sock = socket.create_connection((host, port), timeout=30.0)
     sock.sendall(_HELLO.pack(bytes.fromhex(key), rank))

@@ -9,6 +9,7 @@ import paddle
 
 from ..paddle_compat import flat_view
 from .base import Overlap, Segment, Server, Work
+from .dtypes import numel_of
 from .operations import AllGather, AllReduce, Barrier, Broadcast, Exchange, Operation, ReduceScatter
 from .verdict import Request
 
@@ -42,7 +43,7 @@ class LocalComm:
     def all_gather(self, full: Tensor, shard: Tensor, label: str) -> Work:
         """See :class:`~.base.Comm`."""
         self._ran(AllGather(full, shard, label, 1))
-        if full.size and full.data_ptr() != shard.data_ptr():
+        if numel_of(full) and full.data_ptr() != shard.data_ptr():
             full.detach().copy_(shard, True)
         return _Done()
 

@@ -15,8 +15,18 @@ import numpy as np
 import paddle
 
 from ..errors import UsageError
+from ..paddle_compat import host_view
 from .base import Overlap, Segment
-from .dtypes import Array, check_tensor, dtype_name, from_bytes, overwrite, to_host, to_host_widened, widened
+from .dtypes import (
+    Array,
+    check_tensor,
+    dtype_name,
+    host_widened,
+    numel_of,
+    overwrite,
+    overwrite_bytes,
+    widened,
+)
 from .transport import GlooTransport
 from .verdict import Request
 
@@ -76,23 +86,24 @@ class AllGather(Operation):
         """See :meth:`.base.Comm.all_gather`."""
         check_tensor(full, label)
         check_tensor(shard, label)
-        if full.size != world_size * shard.size or full.dtype != shard.dtype:
+        numel, shard_numel = numel_of(full), numel_of(shard)
+        if numel != world_size * shard_numel or full.dtype != shard.dtype:
             raise UsageError(
                 f"all_gather '{label}': expected a full tensor of world_size ({world_size}) times the shard's elements "
-                f"in its dtype; got {full.size} elements of {dtype_name(full)} for a shard of {shard.size} elements of "
+                f"in its dtype; got {numel} elements of {dtype_name(full)} for a shard of {shard_numel} elements of "
                 f"{dtype_name(shard)}"
             )
-        self.request = Request("all_gather", label, int(full.size), dtype_name(full))
+        self.request = Request("all_gather", label, numel, dtype_name(full))
         self._full = full
         self._shard = shard
 
     def offer(self) -> Optional[bytes]:
         """The bytes of the shard."""
-        return to_host(self._shard).tobytes() if 0 < self.request.numel <= SMALL else None
+        return host_view(self._shard).tobytes() if 0 < self.request.numel <= SMALL else None
 
     def combine(self, offers: Sequence[Optional[bytes]], dtype: str) -> None:
         """The shards one after the other."""
-        overwrite(self._full, from_bytes(b"".join(offer or b"" for offer in offers), dtype))
+        overwrite_bytes(self._full, b"".join(offer or b"" for offer in offers))
 
     def run(self, transport: GlooTransport, dtype: str) -> None:
         """By gloo."""
@@ -107,7 +118,7 @@ class Broadcast(Operation):
         if not 0 <= src < world_size:
             raise UsageError(f"broadcast '{label}': expected src from 0 to {world_size - 1} (group rank), got {src}")
         check_tensor(tensor, label)
-        self.request = Request("broadcast", label, int(tensor.size), dtype_name(tensor), (src,))
+        self.request = Request("broadcast", label, numel_of(tensor), dtype_name(tensor), (src,))
         self._tensor = tensor
         self._src = src
         self._small = 0 < self.request.numel * world_size <= SMALL
@@ -115,12 +126,12 @@ class Broadcast(Operation):
 
     def offer(self) -> Optional[bytes]:
         """The bytes of the source's tensor."""
-        return to_host(self._tensor).tobytes() if self._small and self._is_source else None
+        return host_view(self._tensor).tobytes() if self._small and self._is_source else None
 
     def combine(self, offers: Sequence[Optional[bytes]], dtype: str) -> None:
         """Take the source's."""
         if not self._is_source:
-            overwrite(self._tensor, from_bytes(offers[self._src] or b"", dtype))
+            overwrite_bytes(self._tensor, offers[self._src] or b"")
 
     def run(self, transport: GlooTransport, dtype: str) -> None:
         """By gloo."""
@@ -135,14 +146,14 @@ class AllReduce(Operation):
         if op not in ("sum", "max"):
             raise UsageError(f"all_reduce '{label}': expected op 'sum' or 'max', got {op!r}")
         check_tensor(tensor, label, summed=True)
-        self.request = Request("all_reduce", label, int(tensor.size), dtype_name(tensor), (op,))
+        self.request = Request("all_reduce", label, numel_of(tensor), dtype_name(tensor), (op,))
         self._tensor = tensor
         self._op = op
         self._small = 0 < self.request.numel * world_size <= SMALL
 
     def offer(self) -> Optional[bytes]:
         """The elements in the dtype in which they are summed."""
-        return to_host_widened(self._tensor).tobytes() if self._small else None
+        return host_widened(self._tensor).tobytes() if self._small else None
 
     def combine(self, offers: Sequence[Optional[bytes]], dtype: str) -> None:
         """Sum, or compare, in rank order."""
@@ -163,7 +174,7 @@ class ReduceScatter(Operation):
         for tensor in tensors:
             check_tensor(tensor, label, summed=True)
         dtypes = {dtype_name(tensor) for tensor in tensors}
-        sizes = tuple(each if isinstance(each, int) else int(each.size) for each in self._segments)
+        sizes = tuple(numel_of(each) for each in self._segments)
         if numel % world_size or sum(sizes) > numel or len(dtypes) > 1:
             raise UsageError(
                 f"reduce_scatter '{label}': expected segments of one dtype, with at most numel elements together, and "
@@ -181,8 +192,7 @@ class ReduceScatter(Operation):
             return None
         itemsize = np.dtype(widened(self.request.dtype)).itemsize
         return b"".join(
-            bytes(each * itemsize) if isinstance(each, int) else to_host_widened(each).tobytes()
-            for each in self._segments
+            bytes(each * itemsize) if isinstance(each, int) else host_widened(each).tobytes() for each in self._segments
         )
 
     def combine(self, offers: Sequence[Optional[bytes]], dtype: str) -> list[Overlap]:

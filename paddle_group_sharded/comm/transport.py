@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import paddle
 
-from ..paddle_compat import GlooGroup, flat_view
+from ..paddle_compat import GlooGroup, flat_view, host_view, tensor_over
 from .base import Overlap, Segment
-from .dtypes import MOVED, SUMMED_AS, Array, dtype_name, to_host, to_host_widened, widened
+from .dtypes import MOVED, SUMMED_AS, Array, dtype_name, host_widened, numel_of, overwrite, widened
 from .reduction import IN_PLACE, LIMIT, Part, Round, plan_reduction
 
 __all__ = ["GlooTransport"]
@@ -35,27 +35,27 @@ class GlooTransport:
 
     def all_gather(self, full: Tensor, shard: Tensor) -> None:
         """See :meth:`.base.Comm.all_gather`."""
-        if full.size:
+        if numel_of(full):
             self._group.all_gather(_movable(full), _movable(shard))
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """See :meth:`.base.Comm.broadcast`."""
-        if tensor.size:
+        if numel_of(tensor):
             self._group.broadcast(_movable(tensor), src)
 
     def all_reduce(self, tensor: Tensor, op: str) -> None:
         """See :meth:`.base.Comm.all_reduce`."""
-        numel = int(tensor.size)
-        dtype = dtype_name(tensor)
-        if dtype not in SUMMED_AS:
-            if numel:
-                self._group.all_reduce(tensor, op)
+        numel = numel_of(tensor)
+        if not numel:
+            return
+        if dtype_name(tensor) not in SUMMED_AS:
+            self._group.all_reduce(tensor, op)
             return
         for start in range(0, numel, LIMIT):
             part = flat_view(tensor, start, min(start + LIMIT, numel))
-            summed = part.cast(widened(dtype))
-            self._group.all_reduce(summed, op)
-            part.copy_(summed.cast(dtype), True)
+            summed = host_widened(part)
+            self._group.all_reduce(tensor_over(summed), op)
+            overwrite(part, summed)
 
     def reduce_scatter(
         self, segments: Sequence[Segment], sizes: tuple[int, ...], numel: int, dtype: str
@@ -71,7 +71,7 @@ class GlooTransport:
             if step.in_place:
                 reduced[step.parts[0].segment] = buffer
             elif step.own_start < step.own_stop:
-                kept.append(to_host(flat_view(buffer, step.own_start, step.own_stop)))
+                kept.append(host_view(buffer)[step.own_start : step.own_stop].copy())
         packed = [place for place in plan.owned if place.offset != IN_PLACE]
         sums = _split(kept, [stop - start for _, start, stop, _ in packed]) if kept else []
         values = {place.segment: value for place, value in zip(packed, sums)}
@@ -86,8 +86,8 @@ class GlooTransport:
 
 
 def _movable(tensor: Tensor) -> Tensor:
-    """A view that gloo can move."""
-    return tensor if dtype_name(tensor) in MOVED else flat_view(tensor).view("uint8")
+    """The tensor, or its bytes, as gloo can move them."""
+    return tensor if dtype_name(tensor) in MOVED else tensor_over(host_view(tensor).view(np.uint8))
 
 
 def _filled(step: Round, segments: Sequence[Segment], dtype: str) -> Tensor:
@@ -95,18 +95,18 @@ def _filled(step: Round, segments: Sequence[Segment], dtype: str) -> Tensor:
     if step.in_place:
         segment = segments[step.parts[0].segment]
         return paddle.zeros([segment], dtype=dtype) if isinstance(segment, int) else flat_view(segment)
-    return paddle.to_tensor(np.concatenate([_packed(part, segments[part.segment], dtype) for part in step.parts]))
+    return tensor_over(np.concatenate([_packed(part, segments[part.segment], dtype) for part in step.parts]))
 
 
 def _packed(part: Part, segment: Segment, dtype: str) -> Array:
     """One part, in the dtype in which it is summed."""
+    numel = part.stop - part.start
     if isinstance(segment, int):
-        return np.zeros(part.stop - part.start, widened(dtype))
-    whole = part.stop - part.start == segment.size
-    return to_host_widened(segment if whole else flat_view(segment, part.start, part.stop))
+        return np.zeros(numel, widened(dtype))
+    return host_widened(segment if numel == numel_of(segment) else flat_view(segment, part.start, part.stop))
 
 
 def _split(arrays: Sequence[Array], numels: Sequence[int]) -> list[Tensor]:
     """The concatenation of ``arrays`` as tensors of ``numels`` elements."""
-    tensor = paddle.to_tensor(np.concatenate(arrays))
+    tensor = tensor_over(np.concatenate(arrays))
     return list(paddle.split(tensor, numels)) if len(numels) > 1 else [tensor]

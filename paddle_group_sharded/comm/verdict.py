@@ -48,8 +48,9 @@ def decide(requests: Sequence[Request], served: Mapping[str, int]) -> Optional[V
     ``served`` maps the label of a gather that may be asked for alone to its number of elements.  Where several ranks
     ask alone, the lowest comes first: the others get their turn when all ask again.
     """
-    if all(requests[0].matches(request) for request in requests):
-        return Verdict(Kind.GO, requests[0]._replace(dtype=max(request.dtype for request in requests)))
+    common = requests[0]._replace(dtype=max(request.dtype for request in requests))
+    if all(request.matches(common) for request in requests):
+        return Verdict(Kind.GO, common)
     for request in requests:
         if request.op == "all_gather" and served.get(request.label) == request.numel:
             return Verdict(Kind.SERVE, request)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
-from typing import NamedTuple, Optional
+from typing import NamedTuple, Optional, Union
 
 from ..errors import UsageError
 
@@ -46,6 +46,8 @@ class Kind(Enum):
     RECV_B = "RECV_B"
     REDUCE = "REDUCE"
 
+    __hash__ = object.__hash__  # members are singletons; the hash of an Enum is slow, and plans are full of them
+
     @property
     def is_compute(self) -> bool:
         """Whether the action computes (``F``, ``B``, ``I``, ``W``)."""
@@ -73,9 +75,12 @@ class Action(NamedTuple):
     micro_batch: Optional[int]  # None for REDUCE alone
 
     def __str__(self) -> str:
+        """Such as ``2F0``."""
         return f"{self.stage}{self.kind.value}{'' if self.micro_batch is None else self.micro_batch}"
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        """As :meth:`__str__`, so that lists of actions read well."""
+        return str(self)
 
     @classmethod
     def parse(cls, text: str) -> Action:
@@ -125,6 +130,7 @@ class Plan:
     num_micro_batches: int
 
     def __post_init__(self) -> None:
+        """Prove that the plan is well formed."""
         for rank, row in enumerate(self.actions):
             if not row:
                 raise UsageError(f"rank {rank} of the plan has no actions; leave it out or give it work")
@@ -175,15 +181,16 @@ class Plan:
         """Virtual stages that ``rank`` holds, in model order."""
         return tuple(stage for stage, holder in enumerate(self.stage_to_rank) if holder == rank)
 
-    def peer(self, action: Action) -> int | None:
+    def peer(self, action: Action) -> Optional[int]:
         """Rank at the other end of a transfer; None where there is nothing to transfer.
 
         There is nothing to transfer before the first stage, after the last one, and between two stages of one rank.
         """
-        other = action.counterpart.stage
-        if not 0 <= other < self.num_virtual_stages or self.stage_to_rank[other] == self.stage_to_rank[action.stage]:
+        other = action.stage + _COUNTERPART[action.kind][1]
+        if not 0 <= other < len(self.stage_to_rank):
             return None
-        return self.stage_to_rank[other]
+        rank = self.stage_to_rank[other]
+        return None if rank == self.stage_to_rank[action.stage] else rank
 
     def __str__(self) -> str:
         """One line per rank, ``rank 0: 0F0 0F1 0B0``, which :meth:`parse` reads back."""
@@ -199,7 +206,7 @@ class Plan:
                 continue
             head = re.match(r"rank\s+(\d+)\s*:", content)
             if head is None or int(head[1]) in rows:
-                raise UsageError(f"line {number} of the plan: expected one line 'rank <n>: <actions>' per rank, got {line!r}")
+                raise UsageError(f"line {number}: expected 'rank <n>: <actions>', once per rank, got {line!r}")
             rows[int(head[1])] = [Action.parse(word) for word in content[head.end() :].split()]
         return cls.from_rows(rows)
 
@@ -216,7 +223,7 @@ class Plan:
         return cls.from_rows({rank: [Action.parse(c) for c in row if c.strip()] for rank, row in enumerate(table)})
 
     @classmethod
-    def from_rows(cls, rows: Mapping[int, Iterable[Action]] | Sequence[Iterable[Action]]) -> Plan:
+    def from_rows(cls, rows: Union[Mapping[int, Iterable[Action]], Sequence[Iterable[Action]]]) -> Plan:
         """Build a plan from each rank's actions; who holds a stage and how many micro-batches follow from them."""
         by_rank = dict(rows.items() if isinstance(rows, Mapping) else enumerate(rows))
         actions = {rank: tuple(row) for rank, row in by_rank.items()}

@@ -68,7 +68,7 @@ def _register_segment(commands: Any) -> None:
     what.add_argument("--layers", type=int, help="number of layers")
     parser.add_argument("--stages", type=int, required=True)
     parser.add_argument("--chunks", type=int, default=1, help="virtual stages per rank (default: 1)")
-    parser.add_argument("--method", help="uniform, layer:<regex>; default: by weight if there are weights, else uniform")
+    parser.add_argument("--method", help="uniform or layer:<regex>; default: by weight where weights are given")
     parser.add_argument("--bounds", type=int, nargs="+", help="first layer of each stage, instead of a method")
     parser.set_defaults(run=_segment)
 
@@ -128,13 +128,6 @@ def _segment(args: argparse.Namespace) -> str:
 
 
 def _costs(args: argparse.Namespace, num_chunks: int) -> Costs:
-    for name in _COSTS:
-        value = getattr(args, name)
-        if isinstance(value, tuple) and len(value) != args.stages * num_chunks:
-            raise UsageError(
-                f"--{name.replace('_', '-')} has {len(value)} times, but {args.stages} stages with {num_chunks} chunks "
-                f"are {args.stages * num_chunks} virtual stages; give one time for each, or a single one"
-            )
     return Costs.per_rank(num_chunks, args.forward, args.input_grad, args.weight_grad, args.transfer)
 
 

@@ -7,7 +7,16 @@ from typing import Any, Optional, Union
 
 from ..errors import UsageError
 
-__all__ = ["DescTypeError", "LayerDesc", "SharedLayerDesc", "check_entries", "class_name", "is_desc", "is_shared_desc", "shared_attrs"]
+__all__ = [
+    "DescTypeError",
+    "LayerDesc",
+    "SharedLayerDesc",
+    "check_entries",
+    "class_name",
+    "is_desc",
+    "is_shared_desc",
+    "shared_attrs",
+]
 
 
 class DescTypeError(UsageError, TypeError):
@@ -17,11 +26,12 @@ class DescTypeError(UsageError, TypeError):
 class LayerDesc:
     """All that is needed to build one layer: ``LayerDesc(nn.Linear, 8, 4, bias_attr=False)``.
 
-    ``layer_func`` is the layer's class, ``inputs`` and ``kwargs`` are what it will be called with.  Nothing is allocated
-    before :meth:`build_layer`, which only the rank that holds the layer calls.
+    ``layer_func`` is the layer's class, ``inputs`` and ``kwargs`` are what it will be called with.  Nothing is
+    allocated before :meth:`build_layer`, which only the rank that holds the layer calls.
     """
 
     def __init__(self, layer_func: Any, *inputs: Any, **kwargs: Any) -> None:
+        """Keep what is needed to build the layer; :class:`DescTypeError` unless ``layer_func`` is a Layer class."""
         from paddle import nn
 
         if not (isinstance(layer_func, type) and issubclass(layer_func, nn.Layer)):
@@ -38,6 +48,7 @@ class LayerDesc:
         return self.layer_func(*self.inputs, **{**self.kwargs, **extra_kwargs})
 
     def __repr__(self) -> str:
+        """As the call would be written: ``Linear(8, 4, bias_attr=False)``."""
         arguments = [str(value) for value in self.inputs] + [f"{name}={value}" for name, value in self.kwargs.items()]
         return f"{self.layer_func.__name__}({', '.join(arguments)})"
 
@@ -59,9 +70,12 @@ class SharedLayerDesc(LayerDesc):
         *inputs: Any,
         **kwargs: Any,
     ) -> None:
+        """As :class:`LayerDesc`, with the key, the forward and the attributes first."""
         super().__init__(layer_func, *inputs, **kwargs)
         if forward_func is not None and not callable(forward_func):
-            raise DescTypeError(f"forward_func of shared layer {key!r} is a function (layer, x), got {_what(forward_func)}")
+            raise DescTypeError(
+                f"forward_func of shared layer {key!r} is a function (layer, x), got {_what(forward_func)}"
+            )
         self.layer_name = key
         self.forward_func = forward_func
         self.shared_weight_attr = shared_weight_attr
@@ -90,22 +104,22 @@ def shared_attrs(desc: Any) -> tuple[str, ...]:
 
 
 def class_name(entry: Any) -> str:
-    """Name that ``layer:`` patterns and class weights see: of the class to build, of a built layer's class, of a function."""
+    """Name that ``layer:`` patterns and class weights see: of the layer's class, built or not, or of the function."""
     if is_desc(entry):
         entry = entry.layer_func if hasattr(entry, "layer_func") else entry.layer_spec.layer  # Paddle's spec form
     return str(getattr(entry, "__name__", type(entry).__name__))
 
 
 def check_entries(entries: Sequence[Any]) -> None:
-    """Refuse what cannot stand in the list of layers; raises :class:`DescTypeError` naming the position and the type."""
+    """Raise :class:`DescTypeError`, naming the position and the type, for what cannot stand in the list of layers."""
     for index, entry in enumerate(entries):
         if isinstance(entry, type):
             raise DescTypeError(
-                f"layer {index} of the list is the class {entry.__name__} itself; write LayerDesc({entry.__name__}, ...)"
+                f"layer {index} of the list is the class {entry.__name__}; write LayerDesc({entry.__name__}, ...)"
             )
         if not is_desc(entry) and not callable(entry):
             raise DescTypeError(
-                f"layer {index} of the list is {_what(entry)}; expected a LayerDesc, a layer or a function of one argument"
+                f"layer {index} of the list is {_what(entry)}; expected a LayerDesc, a layer or a function of its input"
             )
 
 

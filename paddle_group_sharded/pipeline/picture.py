@@ -1,4 +1,4 @@
-"""Pictures of plans and timelines: one layout, written as SVG by hand or drawn as PNG by matplotlib (extra ``plot``)."""
+"""Pictures of plans and timelines: one layout, written as SVG or drawn as PNG by matplotlib (extra ``plot``)."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def _add_row(layout: Layout, y: float, rank: int, name: str, time: Timeline) -> 
     height = _ROW - 2
     middle = y + height / 2
     layout.boxes.append(Box(layout.left, y, float(time.duration) * layout.scale, height, _IDLE))
-    spans = list(time.compute(rank))
+    spans = time.compute(rank)
     chunk_of = {stage: chunk for chunk, stage in enumerate(sorted({span.action.stage for span in spans}))}
     label_width = _LETTER * len(str(max(span.action.micro_batch or 0 for span in time.compute()))) + 3
     for span in spans:
@@ -225,7 +225,7 @@ def _to_png(layout: Layout, path: Path) -> None:
     except ImportError as error:
         raise UsageError("PNG pictures need matplotlib: pip install matplotlib, or write SVG") from error
     figure = Figure(figsize=(layout.width / 100, layout.height / 100), dpi=200)
-    canvas = FigureCanvasAgg(figure)
+    FigureCanvasAgg(figure)  # no window, no global state of pyplot
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_axis_off()
     axes.set_xlim(0, layout.width)
@@ -246,7 +246,7 @@ def _to_png(layout: Layout, path: Path) -> None:
             va="center_baseline",
             weight="bold" if text.bold else "normal",
         )
-    canvas.print_png(str(path))
+    figure.savefig(path)
 
 
 def _labels(box: Box) -> list[Text]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from fractions import Fraction
-from math import ceil, gcd, lcm
-from numbers import Rational
+from math import gcd, lcm
 from typing import Optional, Union
 
 from .action import Plan
@@ -14,7 +13,7 @@ from .timeline import Number, Timeline
 
 __all__ = ["grid", "side_by_side", "summary"]
 
-_MOST_COLUMNS = 1000  # of an exact grid; beyond it, and for measured times, a column is as long as the shortest action
+_MOST_COLUMNS = 1000  # of an exact grid; beyond it, as for measured times, a column is as long as the shortest action
 
 
 def grid(what: Union[Plan, Timeline], costs: Optional[Costs] = None) -> str:
@@ -62,9 +61,9 @@ def side_by_side(planned: Timeline, measured: Timeline) -> str:
 
 def _cells(time: Timeline, rank: int, step: Number) -> list[str]:
     """One rank's row: an action's name where it starts, ``-`` where it goes on, ``.`` where the rank waits."""
-    spans = deque(sorted(time.compute(rank), key=lambda span: span.start))
+    spans = deque(time.compute(rank))
     cells, shown = [], None
-    for column in range(ceil(time.duration / step)):
+    for column in range(max(1, round(time.duration / step))):
         middle = time.start + step * (2 * column + 1) / 2
         while spans and spans[0].stop <= middle:
             spans.popleft()
@@ -77,16 +76,13 @@ def _cells(time: Timeline, rank: int, step: Number) -> list[str]:
 
 
 def _column_length(time: Timeline) -> Number:
-    """The longest time that divides all times, if they are exact and the grid stays drawable."""
-    shortest = min((s.stop - s.start for s in time.compute() if s.stop > s.start), default=1)
-    times = [value - time.start for span in time.compute() for value in (span.start, span.stop)]
-    exact = [Fraction(value) for value in times if isinstance(value, Rational)]
-    if len(exact) == len(times):
-        denominator = lcm(*(value.denominator for value in exact))
-        step = Fraction(gcd(*(int(value * denominator) for value in exact)), denominator)
-        if step and time.duration / step <= _MOST_COLUMNS:
-            return step
-    return shortest
+    """The longest time that divides all times, if the grid stays drawable with it."""
+    exact = [Fraction(value - time.start) for span in time.compute() for value in (span.start, span.stop)]
+    denominator = lcm(*(value.denominator for value in exact))
+    step = Fraction(gcd(*(int(value * denominator) for value in exact)), denominator)
+    if step and time.duration / step <= _MOST_COLUMNS:
+        return step
+    return min((span.stop - span.start for span in time.compute() if span.stop > span.start), default=1)
 
 
 def _short(value: Number) -> str:

@@ -18,8 +18,8 @@ def classic(
 ) -> str:
     """The form that Paddle's users and their scripts read, to the letter.
 
-    ``entries`` is what stands in the list of layers; each is printed as its ``str()``.  ``global_rank`` is the rank that
-    prints.  ``losses`` are the names of the loss functions.
+    ``entries`` is what stands in the list of layers; each is printed as its ``str()``.  ``global_rank`` is the rank
+    that prints.  ``losses`` are the names of the loss functions.
     """
     _check_length(segmentation, entries, "entry")
     interleaved = segmentation.num_chunks > 1
@@ -136,10 +136,7 @@ def _better_bounds(segmentation: Segmentation, measure: _Measure, weights: Seque
 def _align(rows: Sequence[Sequence[str]]) -> list[str]:
     """Columns of equal width, the first to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows)]
-    return [
-        "  ".join(cell.rjust(width) if index else cell.ljust(width) for index, (cell, width) in enumerate(zip(row, widths)))
-        for row in rows
-    ]
+    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
 
 
 def _check_length(segmentation: Segmentation, entries: Sequence[object], what: str) -> None:

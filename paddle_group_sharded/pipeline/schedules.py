@@ -3,10 +3,10 @@
 Each exists once, here, as data.  In all of them every stage takes the backwards of its micro-batches in the order 0,
 1, 2..., so gradients are summed in the same order and the sums are equal to the last bit whatever the schedule.
 
-In the formulas below ``p`` is ``num_stages``, ``m`` is ``num_micro_batches``, ``v`` is ``num_chunks``, and ``F``, ``I``,
-``W``, ``B = I + W`` are the times of one micro-batch on one rank.  The *bubble* is the time in which the first rank
-computes nothing.  In the grids a column is one unit of time, a whole backward takes two units, ``---`` continues an
-action and ``.`` is a rank that waits.
+In the formulas below ``p`` is ``num_stages``, ``m`` is ``num_micro_batches``, ``v`` is ``num_chunks``, and ``F``,
+``I``, ``W``, ``B = I + W`` are the times of one micro-batch on one rank.  The *bubble* is the time in which the first
+rank computes nothing.  In the grids a column is one unit of time, a whole backward takes two units, ``---`` continues
+an action and ``.`` is a rank that waits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,17 @@ from typing import Callable, Union
 from ..errors import UsageError
 from .action import Action, Kind, Plan, round_robin
 
-__all__ = ["SCHEDULES", "Schedule", "forward_only", "gpipe", "interleaved", "make_plan", "one_f_one_b", "read_plan", "zb_h1"]
+__all__ = [
+    "SCHEDULES",
+    "Schedule",
+    "forward_only",
+    "gpipe",
+    "interleaved",
+    "make_plan",
+    "one_f_one_b",
+    "read_plan",
+    "zb_h1",
+]
 
 Schedule = Callable[[int, int, int], Plan]  # (num_stages, num_micro_batches, num_chunks)
 
@@ -159,9 +169,15 @@ SCHEDULES: Mapping[str, Schedule] = MappingProxyType(
     {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved, "zb_h1": zb_h1, "forward_only": forward_only}
 )
 
-# other spellings in use, without regard to case, "-", "_" and blanks; the first are those of Paddle's schedule_mode
+# Other spellings in use, without regard to case, "-", "_" and blanks; "F-then-B" is of Paddle's schedule_mode.
 _ALIASES: Mapping[str, str] = MappingProxyType(
-    {"fthenb": "gpipe", "vpp": "interleaved", "interleaved1f1b": "interleaved", "zbh1": "zb_h1", "forwardonly": "forward_only"}
+    {
+        "fthenb": "gpipe",
+        "vpp": "interleaved",
+        "interleaved1f1b": "interleaved",
+        "zbh1": "zb_h1",
+        "forwardonly": "forward_only",
+    }
 )
 
 
@@ -192,8 +208,8 @@ def make_plan(
     sizes = (plan.num_ranks, plan.num_micro_batches, plan.num_virtual_stages)
     if sizes != (num_stages, num_micro_batches, num_stages * num_chunks):
         raise UsageError(
-            f"the plan is for {sizes[0]} ranks, {sizes[1]} micro-batches and {sizes[2]} virtual stages, but the model has "
-            f"{num_stages} stages with {num_chunks} chunks each and the batch {num_micro_batches} micro-batches"
+            f"the plan is for {sizes[0]} ranks, {sizes[1]} micro-batches and {sizes[2]} virtual stages, asked for are "
+            f"{num_stages} stages with {num_chunks} chunks each and {num_micro_batches} micro-batches"
         )
     return plan
 
@@ -209,7 +225,7 @@ def _by_name(name: str) -> Schedule:
     plain = "".join(c for c in name.lower() if c not in "-_ ")
     plain = _ALIASES.get(plain, plain)
     if plain not in SCHEDULES:
-        raise UsageError(f"unknown schedule {name!r}; there are {', '.join(SCHEDULES)}, and files that end in .txt or .csv")
+        raise UsageError(f"unknown schedule {name!r}; there are {', '.join(SCHEDULES)}, and files (.txt, .csv)")
     return SCHEDULES[plain]
 
 
@@ -221,7 +237,7 @@ def _check_sizes(num_stages: int, num_micro_batches: int, num_chunks: int) -> No
 
 def _one_chunk(name: str, num_chunks: int) -> None:
     if num_chunks != 1:
-        raise UsageError(f"{name} runs one chunk per rank, and {num_chunks} are asked for; use 'interleaved' or 'gpipe'")
+        raise UsageError(f"{name} runs one chunk per rank, not {num_chunks}; use 'interleaved' or 'gpipe'")
 
 
 def _plan(num_stages: int, num_micro_batches: int, num_chunks: int, row: Callable[[int], Iterator[Action]]) -> Plan:

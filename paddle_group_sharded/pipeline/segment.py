@@ -47,16 +47,17 @@ class Segmentation:
     weights: Optional[tuple[Number, ...]] = None  # of each layer, where the method weighs them
 
     def __post_init__(self) -> None:
+        """Prove that the bounds are a cut."""
         bounds = self.bounds
         if len(bounds) < 2 or bounds[0] != 0 or any(a >= b for a, b in zip(bounds, bounds[1:])):
-            raise UsageError(f"bounds go from 0 to the number of layers, each larger than the one before; got {list(bounds)}")
+            raise UsageError(f"bounds go from 0 to the number of layers and always increase; got {list(bounds)}")
         if self.num_chunks < 1 or (len(bounds) - 1) % self.num_chunks:
             raise UsageError(
                 f"{len(bounds) - 1} virtual stages cannot be dealt out as {self.num_chunks} chunks per stage; give "
                 f"num_stages * num_chunks + 1 bounds"
             )
         if self.weights is not None and len(self.weights) != self.num_layers:
-            raise UsageError(f"expected one weight for each of {self.num_layers} layers, got {len(self.weights)} weights")
+            raise UsageError(f"expected a weight for each of {self.num_layers} layers, got {len(self.weights)}")
 
     @property
     def num_layers(self) -> int:
@@ -102,7 +103,7 @@ class Segmentation:
         return tuple(sum(weights[i] for part in self.layers_of(r) for i in part) for r in range(self.num_stages))
 
     def balance(self, weights: Optional[Sequence[Number]] = None) -> float:
-        """Heaviest rank over the mean of all ranks: 1 is perfect.  By default in the weights of the method, or layers."""
+        """Heaviest rank over the mean of all: 1 is perfect.  By default in the method's weights, or else in layers."""
         totals = self.totals(weights or self.weights or [1] * self.num_layers)
         return float(max(totals) * len(totals) / sum(totals)) if sum(totals) else 1.0
 
@@ -135,7 +136,7 @@ def segment(
         return by_layer(class_names, method[len("layer:") :], num_stages, num_chunks)
     if method in MEASURES:
         if measure is None:
-            raise UsageError(f"method {method!r} needs the layers themselves; give their weights to by_weight() instead")
+            raise UsageError(f"method {method!r} needs the layers themselves; give by_weight() their weights instead")
         return by_weight(measure(method), num_stages, num_chunks, method)
     raise UsageError(
         f"unknown method {method!r}; there are 'uniform', 'layer:<regex>', 'parameters', 'time', 'memory', a list of "
@@ -199,7 +200,7 @@ def by_class_weight(
     unknown = [name for name in class_weights if name != "*" and name not in class_names]
     if unknown:
         raise UsageError(
-            f"class weights name {', '.join(unknown)}, but the classes in the list are {', '.join(_in_order(class_names))}"
+            f"class weights name {', '.join(unknown)}, but the classes are {', '.join(_in_order(class_names))}"
         )
     others = class_weights.get("*", 1)
     weights = [class_weights.get(name, others) for name in class_names]

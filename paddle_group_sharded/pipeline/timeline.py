@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
+from itertools import chain
 from numbers import Rational
-from typing import NamedTuple, Union
+from typing import NamedTuple, Optional, Union
 
 from ..errors import UsageError
 from .action import Action, Kind
@@ -34,11 +36,12 @@ class Timeline:
     spans: tuple[Span, ...]
 
     def __post_init__(self) -> None:
+        """Prove that time goes forward."""
         if not self.spans:
             raise UsageError("a timeline needs at least one span")
         for span in self.spans:
             if span.stop < span.start:
-                raise UsageError(f"{span.action} on rank {span.rank} stops at {span.stop}, before its start at {span.start}")
+                raise UsageError(f"{span.action} of rank {span.rank} starts at {span.start}, but stops at {span.stop}")
 
     @property
     def num_ranks(self) -> int:
@@ -60,9 +63,19 @@ class Timeline:
         """Time from the first to the last compute, over all ranks."""
         return self.stop - self.start
 
-    def compute(self, rank: int | None = None) -> Iterator[Span]:
-        """Spans that compute, of one rank or of all, in the order given."""
-        return (s for s in self.spans if s.action.kind.is_compute and rank in (None, s.rank))
+    def compute(self, rank: Optional[int] = None) -> Sequence[Span]:
+        """Spans that compute, in the order of their starts, of one rank or of all, rank after rank."""
+        return list(chain.from_iterable(self._by_rank)) if rank is None else self._by_rank[rank]
+
+    @cached_property
+    def _by_rank(self) -> list[list[Span]]:
+        rows: list[list[Span]] = [[] for _ in range(self.num_ranks)]
+        for span in self.spans:
+            if span.action.kind.is_compute:
+                rows[span.rank].append(span)
+        for row in rows:
+            row.sort(key=lambda span: span.start)
+        return rows
 
     @property
     def busy(self) -> Number:
@@ -104,7 +117,7 @@ class Timeline:
         A forward keeps the activations of one chunk of one micro-batch, that is ``1 / chunks`` of a micro-batch,
         from its start until its backward has ended: the end of ``B``, or of ``W`` where the backward is split.
         """
-        spans = sorted(self.compute(rank), key=lambda span: span.start)
+        spans = self.compute(rank)
         weight = Fraction(1, max(1, len({span.action.stage for span in spans})))
         # the last span of each (stage, micro-batch) frees what its forward kept; a dict keeps the later entry
         last = {(s.action.stage, s.action.micro_batch): s for s in spans}

@@ -12,6 +12,8 @@ __all__ = ["BufferPool", "FullBuffer"]
 
 Tensor = Any
 
+MAX_IDLE = 2  # buffers kept: groups of equal size alternate between one in use and one that is fetched ahead
+
 
 class FullBuffer:
     """One 1-D buffer that is lent out; hand it back with :meth:`BufferPool.give`."""
@@ -28,25 +30,25 @@ class BufferPool:
 
     def __init__(self) -> None:
         """Start empty."""
-        self._idle: dict[tuple[int, Any], list[HostMemory]] = {}
+        self._idle: list[tuple[tuple[int, Any], HostMemory]] = []  # the last given back at the end
 
     def take(self, numel: int, dtype: Any) -> FullBuffer:
         """A buffer of ``numel`` elements, not initialised; one that is still looked at is not lent again."""
         key = (numel, dtype)
         if not paddle.get_device().startswith("cpu"):
             return FullBuffer(key, None)
-        idle = self._idle.get(key, [])
-        for index, memory in enumerate(idle):
-            if not memory.in_use:
-                return FullBuffer(key, idle.pop(index))
-        idle.clear()  # whoever still looks at them keeps them alive, nobody else needs to
+        for index, (idle_key, memory) in enumerate(self._idle):
+            if idle_key == key and not memory.in_use:
+                del self._idle[index]
+                return FullBuffer(key, memory)
         return FullBuffer(key, HostMemory(numel, dtype))
 
     def give(self, buffer: FullBuffer) -> None:
         """Take back a buffer whose parameters have been released."""
         del buffer.tensor
         if buffer.memory is not None:
-            self._idle.setdefault(buffer.key, []).append(buffer.memory)
+            self._idle.append((buffer.key, buffer.memory))
+            del self._idle[:-MAX_IDLE]
 
     def trim(self) -> None:
         """Free what is not lent out."""

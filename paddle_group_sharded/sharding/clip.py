@@ -50,6 +50,8 @@ def clip_factors(clip: Any, square_sums: Sequence[float]) -> list[float]:
     norms = [value**0.5 for value in square_sums]
     if isinstance(clip, nn.ClipGradByGlobalNorm):
         norm = sum(square_sums) ** 0.5
+        if norm != norm and clip.auto_skip_clip:  # Paddle asks whether nan is larger than the limit
+            return [1.0] * len(norms)
         return [_factor(norm, clip.clip_norm)] * len(norms)
     return [_factor(norm, clip.clip_norm) for norm in norms]
 

@@ -13,7 +13,7 @@ from paddle import nn
 
 from ..comm.base import Comm
 from ..errors import UsageError
-from ..paddle_compat import element_size
+from ..paddle_compat import element_size, has_memory, layer_params, share_memory
 from .blocks import block_of_layers
 from .buffers import BufferPool
 from .group import ParamGroup
@@ -24,7 +24,7 @@ from .param import ShardedParam
 from .reduction import GradReducer
 from .residency import Residency
 
-__all__ = ["Engine", "EngineConfig", "named_params"]
+__all__ = ["Engine", "EngineConfig", "is_sharded", "named_params"]
 
 Layer = Any
 Tensor = Any
@@ -45,12 +45,17 @@ def named_params(layer: Layer) -> list[tuple[list[str], Layer, Tensor]]:
     """Every parameter once, in registration order: all its structured names, the first layer that owns it, itself."""
     found: dict[int, tuple[list[str], Layer, Tensor]] = {}
     for prefix, owner in layer.named_sublayers(include_self=True):
-        for name, param in owner._parameters.items():
+        for name, param in layer_params(owner).items():
             if param is None:
                 continue
             full_name = f"{prefix}.{name}" if prefix else name
             found.setdefault(id(param), ([], owner, param))[0].append(full_name)
     return list(found.values())
+
+
+def is_sharded(param: Tensor) -> bool:
+    """Whether ``param`` belongs to an engine; a deep copy of such a parameter does not."""
+    return getattr(param, "group_sharded_id", None) == id(param)
 
 
 class Engine:
@@ -70,16 +75,18 @@ class Engine:
         self.dp_comm = dp_comm
         self.names_root = names_root
         self._pool = BufferPool()
-        self._unsynchronized = False  # no_sync() has kept gradients back since the last step
         self.groups = self._build_groups(names_root, optimized)
         self.params = [param for group in self.groups for param in group.params]
         self.by_id = {id(param.tensor): param for param in self.params}
         self.residency = Residency([g for g in self.groups if g.placements.param], self._pool)
-        self.reducer = GradReducer(self.groups, comm, dp_comm, self.residency.on_grads_complete)
+        self.reducer = GradReducer(
+            self.groups, comm, dp_comm, self.residency.on_grads_complete, self.residency.on_round_end
+        )
         self._broadcast_buffers()
-        self._pool.trim()
         self._finalizer = weakref.finalize(self, _close_all, (comm, dp_comm))
         self.handles: Handles = install(self, layer)
+        for param in self.params:
+            param.tensor.group_sharded_id = id(param.tensor)
 
     # ------------------------------------------------------------------------------------------------ construction
 
@@ -107,17 +114,22 @@ class Engine:
             for param in group.params:
                 param.optimized = id(param.tensor) in optimized
             groups.append(group)
+            self._pool.trim()  # never more than the model and one group
         return groups
 
     def _whole_param_ids(self, root: Layer) -> set[int]:
         chosen = self.config.whole_layers
-        layers = [
-            layer for layer in root.sublayers(include_self=True) if type(layer).__name__ in chosen or id(layer) in chosen
-        ]
-        return {id(param) for layer in layers for param in layer.parameters()}
+        return {
+            id(param)
+            for layer in root.sublayers(include_self=True)
+            if type(layer).__name__ in chosen or id(layer) in chosen
+            for param in layer.parameters()
+        }
 
     def _broadcast_buffers(self) -> None:
         for name, buffer in self.layer.named_buffers():
+            if not has_memory(buffer):
+                continue  # a cache that its layer fills later, such as an LSTM's dropout state
             for comm in (self.dp_comm, self.comm):
                 comm.broadcast(buffer, 0, f"buffer {name}").wait()
 
@@ -126,8 +138,7 @@ class Engine:
     def before_forward(self) -> None:
         """A forward of the whole model begins."""
         self.residency.reset_frames()
-        if self.reducer.round_open and self.reducer.enabled:
-            self.reducer.settle()
+        self.reducer.settle()
         if self.config.level.placements.grad:
             self.handles.watch_gradients(self, self.params)
         if self.config.sync_buffers:
@@ -135,8 +146,7 @@ class Engine:
 
     def finish_grads(self) -> None:
         """Make the gradients of this rank's pieces final.  Collective."""
-        self.reducer.finish(self._unsynchronized)
-        self._unsynchronized = False
+        self.reducer.finish()
 
     def publish(self) -> None:
         """The shards have new values: let every rank see them.  Collective."""
@@ -144,6 +154,10 @@ class Engine:
         for work in works:
             if work is not None:
                 work.wait()
+        self.end_step()
+
+    def end_step(self) -> None:
+        """The step is over, or has been skipped: nothing of it stays but the shards."""
         self.residency.release_all()
         self.residency.next_step()
         self.reducer.next_step()
@@ -151,7 +165,6 @@ class Engine:
     def drop_grads(self, keep_reached: bool) -> None:
         """Forget all gradients; with ``keep_reached`` parameters that had one count as having a zero one."""
         self.reducer.abandon()
-        self._unsynchronized = False
         for group in self.groups:
             group.drop_grads()
         if not keep_reached:
@@ -161,12 +174,13 @@ class Engine:
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Keep gradients local inside the context."""
+        self.reducer.settle()
         before, self.reducer.enabled = self.reducer.enabled, False
         try:
             yield
         finally:
             self.reducer.enabled = before
-            self._unsynchronized = True
+            self.reducer.kept_back = True
 
     def refuse_sparse(self, param: ShardedParam) -> None:
         """Sparse gradients are not reduced."""
@@ -251,9 +265,10 @@ class Engine:
             group.gather()
             self.comm.serve(f"gather {group.name}", None)
             for param in group.params:
+                param.tensor.group_sharded_id = None
                 if param.numel:
                     own = param.tensor.clone().detach()
-                    own._share_buffer_to(param.tensor)
+                    share_memory(own, param.tensor)
             group.full = None
         self._finalizer()
 

@@ -22,7 +22,7 @@ from typing import Any, Optional
 import paddle
 
 from ..comm.base import Comm, Overlap, Segment, Server, Work
-from ..paddle_compat import bind_view, flat_view, has_memory, release, take_grad
+from ..paddle_compat import bind_view, drop_grad, flat_view, has_grad, has_memory, release, take_grad
 from .buffers import BufferPool, FullBuffer
 from .layout import GroupLayout, Piece
 from .level import Placements
@@ -55,7 +55,8 @@ class ParamGroup:
     ) -> None:
         """Move ``tensors`` (structured name, Parameter) into one buffer with rank 0's values.  Collective.
 
-        The last of ``comms`` shares the group out; the others hold replicas of it.  Never holds more than this group twice; the parameters' own memory is given up one by one.
+        The last of ``comms`` shares the group out; the others hold replicas of it.  Never holds more than this group
+        twice: the parameters' own memory is given up one by one.
         """
         self.name = name
         self.placements = placements
@@ -119,7 +120,7 @@ class ParamGroup:
 
     @property
     def grad_dtype(self) -> Any:
-        """Dtype in which gradients are accumulated: float32 where the user keeps ``main_grad``, else the parameters'."""
+        """Dtype in which gradients are accumulated: float32 with ``main_grad``, else the parameters' own."""
         has_main_grad = any(hasattr(param.tensor, "main_grad") for param in self.params)
         return paddle.float32 if has_main_grad else self.dtype
 
@@ -143,6 +144,12 @@ class ParamGroup:
             work.wait()
             self.bind()
             self.state = GroupState.FULL
+
+    def gathered_copy(self) -> Tensor:
+        """The values of the full buffer in memory of its own.  Collective as :meth:`gather`."""
+        full = paddle.empty([self.layout.numel], dtype=self.dtype)
+        self.comm.all_gather(full, self.shard, self._gather_label).wait()
+        return full
 
     def bind(self) -> None:
         """Make the parameters views of the full buffer."""
@@ -197,6 +204,8 @@ class ParamGroup:
         """Set one parameter from a whole tensor of its shape, which every rank gives alike.  No communication."""
         slot = self.layout.slots[index]
         self.rewritten = True
+        if self.state is GroupState.GATHERING:
+            self.gather()  # what was fetched ahead would overwrite it
         if self.full is not None and slot.numel:
             copy_into(flat_view(self.full, slot.start, slot.stop), flat_view(value))
         piece = self.pieces[index]
@@ -237,17 +246,17 @@ class ParamGroup:
                 accumulate(known, value)
             elif not self.placements.grad:
                 self._grads[overlap.segment] = value
-            else:
-                piece = self.pieces[overlap.segment]
-                start = piece.shard_start if piece is not None else 0
-                view = flat_view(self._grad_buffer(), start, start + int(value.size))
+            elif value.size:
+                self._grads[overlap.segment] = view = self._grad_view(overlap.segment)
                 copy_into(view, value)
-                self._grads[overlap.segment] = view
 
-    def _grad_buffer(self) -> Tensor:
+    def _grad_view(self, index: int) -> Tensor:
         if self._grad_shard is None:
             self._grad_shard = paddle.empty([self.layout.shard_numel], dtype=self.grad_dtype)
-        return self._grad_shard
+        piece = self.pieces[index]
+        if piece is None:
+            raise ValueError(f"rank owns no piece of {self.params[index]}")
+        return flat_view(self._grad_shard, piece.shard_start, piece.shard_start + piece.numel)
 
     def grad(self, index: int) -> Optional[Tensor]:
         """The reduced gradient of this rank's piece of slot ``index``, 1-D, or None; changes are seen by the step."""
@@ -263,12 +272,11 @@ class ParamGroup:
         return shard
 
     def set_grad(self, index: int, value: Tensor) -> None:
-        """Replace the gradient of this rank's piece (1-D, the piece's elements)."""
-        known = self._grads.get(index)
-        if known is None:
-            self._grads[index] = value.astype(self.grad_dtype)
-        else:
-            copy_into(known, value)
+        """Replace the gradient of this rank's piece (1-D, the piece's elements) by a copy of ``value``."""
+        if index not in self._grads:
+            sharded = self.placements.grad
+            self._grads[index] = self._grad_view(index) if sharded else paddle.empty(value.shape, self.grad_dtype)
+        copy_into(self._grads[index], value)
 
     @property
     def grad_storage(self) -> list[Tensor]:
@@ -280,7 +288,8 @@ class ParamGroup:
         self._grads.clear()
         for param in self.params:
             if param.optimized:
-                take_grad(param.tensor)
+                param.reached = param.reached or has_grad(param.tensor)
+                drop_grad(param.tensor)
 
     def __repr__(self) -> str:
         """Name, size and state."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Optional
 
 import paddle
 
-from ..paddle_compat import is_sparse, on_grad_ready
+from ..paddle_compat import is_sparse, layer_params, on_grad_ready, set_layer_params
 from .group import ParamGroup
 from .param import ShardedParam
+from .whole import WholeStateHook
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -57,17 +59,21 @@ class RootHook:
 
 
 class GradReadyHook:
-    """Tells the engine that a parameter's gradient has been accumulated; Paddle cannot remove it, so it can be closed."""
+    """Tells the engine that a parameter's gradient is there; Paddle cannot remove it, so it can be closed."""
 
     def __init__(self, engine: Engine, param: ShardedParam) -> None:
-        self.engine: Optional[Engine] = engine
-        self.param = param
+        # Paddle holds this object where Python's garbage collector cannot see it: it must not hold the model.
+        self._engine = weakref.ref(engine)
+        self._param = weakref.ref(param)
+        self.closed = False
 
     def __call__(self, *_: Any) -> None:
-        if self.engine is not None and self.param.expects_grad:
-            if is_sparse(self.param.tensor):
-                self.engine.refuse_sparse(self.param)
-            self.engine.reducer.mark_ready(self.param)
+        engine, param = self._engine(), self._param()
+        if self.closed or engine is None or param is None or not param.expects_grad:
+            return
+        if is_sparse(param.tensor):
+            engine.refuse_sparse(param)
+        engine.reducer.mark_ready(param)
 
 
 class Handles:
@@ -95,7 +101,7 @@ class Handles:
             remover()
         self._removers.clear()
         for hook in self._grad_hooks.values():
-            hook.engine = None
+            hook.closed = True
         self._grad_hooks.clear()
 
 
@@ -106,13 +112,16 @@ def install(engine: Engine, root: Layer) -> Handles:
     handles.add(root.register_forward_pre_hook(root_hook).remove)
     sharded = {id(param.tensor): param.group for param in engine.params if param.group.placements.param}
     if sharded:
+        whole_state = WholeStateHook(dict.fromkeys(sharded.values()))
         for layer in root.sublayers(include_self=True):
-            _install_layer(engine, layer, sharded, handles)
+            _install_layer(engine, layer, sharded, handles, whole_state)
     return handles
 
 
-def _install_layer(engine: Engine, layer: Layer, sharded: dict[int, ParamGroup], handles: Handles) -> None:
-    own = [sharded[id(param)] for param in layer._parameters.values() if id(param) in sharded]
+def _install_layer(
+    engine: Engine, layer: Layer, sharded: dict[int, ParamGroup], handles: Handles, whole_state: WholeStateHook
+) -> None:
+    own = [sharded[id(param)] for param in layer_params(layer).values() if id(param) in sharded]
     groups = tuple(dict.fromkeys(own))
     residency = engine.residency
 
@@ -126,16 +135,17 @@ def _install_layer(engine: Engine, layer: Layer, sharded: dict[int, ParamGroup],
     handles.add(layer.register_forward_post_hook(after).remove)
     if not groups:
         return
-    plain = layer._parameters
+    plain = layer_params(layer)
 
     def on_read(param: paddle.Tensor) -> None:
         group = sharded.get(id(param))
         if group is not None:
             residency.read(group)
 
-    layer.__dict__["_parameters"] = ReadThrough(plain, on_read)
+    set_layer_params(layer, ReadThrough(plain, on_read))
+    handles.add(layer.register_state_dict_hook(whole_state).remove)
 
     def restore() -> None:
-        layer.__dict__["_parameters"] = type(plain)(layer.__dict__["_parameters"].items())
+        set_layer_params(layer, type(plain)(layer_params(layer).items()))
 
     handles.add(restore)

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-import paddle
 from paddle import nn
 
+from ..comm.agreement import agree
 from ..errors import UsageError
-from ..paddle_compat import flat_view
 from .engine import Engine, named_params
+from .matching import fingerprint, values_differ
 from .optimizer import ShardedOptimizer
+from .whole import as_tensor, plain_state, state_problems, whole_params
 
 __all__ = ["ShardedModel"]
 
@@ -72,73 +72,52 @@ class ShardedModel(nn.Layer):  # type: ignore[misc]
 
     # --------------------------------------------------------------------------------------------------- whole state
 
-    def state_dict(
-        self, destination: Any = None, include_sublayers: bool = True, structured_name_prefix: str = "", **kwargs: Any
-    ) -> Any:
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped model's state under its own names; sharded parameters as whole copies.  Collective there.
 
         Where parameters are whole it holds the live tensors, as Paddle's own does.
         """
-        state = self._names_root.state_dict(
-            destination=destination,
-            include_sublayers=include_sublayers,
-            structured_name_prefix=structured_name_prefix,
-            **kwargs,
-        )
-        copies = {id(param): value for param, value in self._whole_params(keep=True)}
-        for name, tensor in state.items():
-            state[name] = copies.get(id(tensor), tensor)
-        return state
+        return self._names_root.state_dict(*args, **kwargs)
 
-    def _whole_params(self, keep: bool) -> Iterator[tuple[Tensor, Tensor]]:
-        """Whole copies of the sharded parameters, one group in memory at a time.  Collective."""
-        engine = self._engine
-        for group in engine.groups:
-            group.adopt_writes()
-            if not group.placements.param:
-                continue
-            full = engine.full_group(group, group.shard, f"state of {group.name}")
-            if not keep:
-                continue
-            for param in group.params:
-                slot = group.layout.slots[param.index]
-                if slot.numel:
-                    copy = flat_view(full, slot.start, slot.stop).clone().reshape(param.tensor.shape)
-                    copy.name = param.tensor.name
-                    copy.stop_gradient = param.tensor.stop_gradient
-                    yield param.tensor, copy
-
-    @property
-    def _names_root(self) -> nn.Layer:
-        return self._engine.names_root
+    def to_static_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """:meth:`state_dict` with the buffers that are not persistable.  Collective where parameters are sharded."""
+        return self._names_root.to_static_state_dict(*args, **kwargs)
 
     def set_state_dict(
         self, state_dict: Mapping[str, Any], use_structured_name: bool = True
     ) -> tuple[list[str], list[str]]:
-        """Take whole values, given alike on every rank; returns the missing and the unexpected names.
+        """Take whole values, given alike on every rank; returns the missing and the unexpected names.  Collective.
 
-        Nothing is changed where a shape does not fit: :class:`UsageError` names the entry.
+        Nothing is changed where a shape does not fit or the ranks give different values: :class:`UsageError`, on every
+        rank, names the entry.
         """
-        targets = {name: tensor for name, tensor in self._names_root.state_dict().items()}
+        targets = plain_state(self._names_root)
         if not use_structured_name:
             targets = {tensor.name: tensor for tensor in targets.values()}
-        for name, tensor in targets.items():
-            if name in state_dict and list(np.shape(state_dict[name])) != list(tensor.shape):
-                raise UsageError(
-                    f"{name}: expected shape {list(tensor.shape)}, got {list(np.shape(state_dict[name]))}"
-                )
+        given = {name: state_dict[name] for name in targets if name in state_dict}
+        problems = state_problems(targets, given)
+        problem = UsageError("the state does not fit the model; " + "; ".join(problems)) if problems else None
+        checksum = fingerprint(given) if problem is None else 0
+        agree((self._engine.comm, self._engine.dp_comm), "model.set_state_dict", problem, checksum, values_differ)
+        self._set_whole(targets, given)
+        missing = [name for name in targets if name not in state_dict]
+        return missing, [name for name in state_dict if name not in targets]
+
+    def _set_whole(self, targets: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """Set those ``targets`` that have a value, given alike on every rank.  No communication."""
         engine = self._engine
         for name, tensor in targets.items():
-            if name not in state_dict:
+            if name not in values:
                 continue
-            value = state_dict[name]
-            value = value if isinstance(value, paddle.Tensor) else paddle.to_tensor(value)
+            value = as_tensor(values[name])
             if id(tensor) in engine.by_id:
                 engine.write_param(engine.by_id[id(tensor)], value)
             else:
                 tensor.set_value(value.astype(tensor.dtype))
-        missing = [name for name in targets if name not in state_dict]
-        return missing, [name for name in state_dict if name not in targets]
+
+    @property
+    def _names_root(self) -> nn.Layer:
+        return self._engine.names_root
 
     load_dict = set_state_dict
     set_dict = set_state_dict
@@ -148,8 +127,8 @@ class ShardedModel(nn.Layer):  # type: ignore[misc]
 
         The model itself stays sharded.  With ``convert2cpu`` the copies are on the host.
         """
-        copies = {id(param): value for param, value in self._whole_params(keep=True)}
-        whole = [copies.get(id(tensor), tensor) for _, _, tensor in named_params(self._names_root)]
+        copies = {id(param): value for param, value in whole_params(self._engine.groups)}
+        whole: list[Tensor] = [copies.get(id(tensor), tensor) for _, _, tensor in named_params(self._names_root)]
         return [tensor.cpu() if convert2cpu else tensor for tensor in whole]
 
     # ---------------------------------------------------------------------------------------------- layer interface
@@ -165,3 +144,10 @@ class ShardedModel(nn.Layer):  # type: ignore[misc]
     def clear_gradients(self, set_to_zero: bool = True) -> None:
         """As ``optimizer.clear_grad``."""
         self._optimizer.clear_grad(set_to_zero)
+
+    def _obtain_parameters_buffers(self, *args: Any, **kwargs: Any) -> Any:
+        """What ``paddle.DataParallel`` reads first: the gradients of this model are averaged already."""
+        raise UsageError(
+            "the model has been through group_sharded_parallel, which averages gradients and keeps weights equal over "
+            "the ranks; call it as it is, without paddle.DataParallel or fleet.distributed_model around it"
+        )

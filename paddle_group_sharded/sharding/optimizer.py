@@ -1,26 +1,37 @@
 """The sharded optimizer: steps this rank's units with the user's own optimizer.
 
-Alternatives considered: replacing ``step`` and ``clear_grad`` on the user's object (what Paddle's stage 3 does) cannot be
-undone cleanly and hides the wrapper from type checks; an optimizer over flat shards loses the parameters' names, and with
-them name-based decay, rates per parameter and the keys of the state.  Here the user's optimizer updates units that carry
-the name and options of their parameter, and keeps its own tables of state.
+Alternatives considered: replacing ``step`` and ``clear_grad`` on the user's object (what Paddle's stage 3 does) cannot
+be undone cleanly and hides the wrapper from type checks; an optimizer over flat shards loses the parameters' names, and
+with them name-based decay, rates per parameter and the keys of the state.  Here the user's optimizer updates units that
+carry the name and options of their parameter, and keeps its own tables of state.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple, Union
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Optional, Union
 
 import paddle
 from paddle import nn
 
-from ..errors import StateError
-from ..paddle_compat import flat_view, step_units
+from ..comm.agreement import agree
+from ..errors import GroupShardedError, StateError
+from ..paddle_compat import (
+    copy_options,
+    flat_view,
+    keeps_masters,
+    overflow_flag,
+    param_groups,
+    set_overflow_flag,
+    step_units,
+)
 from .clip import check_clip, clip_factors, needs_norms, square_sum
 from .engine import Engine
 from .group import ParamGroup
+from .matching import fingerprint, values_differ
 from .param import ShardedParam
 from .rules import steps_pieces
 from .states import StateTable
@@ -34,10 +45,26 @@ Unit = Union[PieceUnit, WholeUnit]
 
 _logger = logging.getLogger(__name__)
 
-_OWN = frozenset(("_optim", "_engine", "_groups", "_units", "_owners", "_whole", "_unscaled", "offload", "skipped_steps", "_states", "views"))
+_OWN = frozenset(
+    (
+        "_optim",
+        "_engine",
+        "_groups",
+        "_units",
+        "_owners",
+        "_whole",
+        "_master",
+        "_unscaled",
+        "offload",
+        "skipped_steps",
+        "_states",
+        "views",
+    )
+)
 
 
-class OptimGroup(NamedTuple):
+@dataclass
+class OptimGroup:
     """One parameter group of the user's optimizer."""
 
     options: dict[str, Any]  # rates, decays, betas; empty where the optimizer has no groups of its own
@@ -53,6 +80,20 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
     ``optimizer._optim``: rates, schedulers, parameter groups.
     """
 
+    # Set through __dict__, because attributes are written to the wrapped optimizer otherwise.
+    _optim: Any
+    _engine: Engine
+    _groups: list[OptimGroup]
+    _units: dict[ShardedParam, Unit]
+    _owners: dict[ShardedParam, int]  # group rank of each parameter that is stepped whole
+    _whole: bool  # units are whole parameters
+    _master: bool  # 16-bit parameters are stepped as float32 copies
+    _unscaled: bool  # the gradients have been through unscale() since the last step
+    _states: StateTable
+    views: Views
+    offload: bool
+    skipped_steps: int  # steps that an overflow of scaled gradients has skipped
+
     def __init__(self, inner: Any, engine: Engine, offload: bool = False) -> None:
         """Take over ``inner`` with the states that it has.  Collective."""
         own = self.__dict__
@@ -62,12 +103,17 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
         own["skipped_steps"] = 0
         own["_unscaled"] = False
         own["_whole"] = not steps_pieces(inner)
-        own["_groups"] = list(self._read_groups())
-        for group in self._groups:
-            check_clip(group.clip)
+        # Paddle has no CPU kernels that step 16-bit parameters: there a float32 master is the only way.
+        own["_master"] = keeps_masters(inner) or not any(group.shard.place.is_gpu_place() for group in engine.groups)
+        by_id = engine.by_id
+        own["_groups"] = [
+            OptimGroup(options, [by_id[id(tensor)] for tensor in tensors], clip)
+            for options, tensors, clip in param_groups(inner)
+        ]
         own["_owners"] = self._choose_owners()
         own["_units"] = self._build_units()
-        own["_states"] = StateTable(inner, engine, self._units, self._owners, self._whole)
+        self._read_options()
+        own["_states"] = StateTable(inner, engine, self._units, self._owners, self._whole, self._master)
         self._states.adopt()
         own["views"] = Views(engine, self._states)  # whole gradients and states by name
 
@@ -86,15 +132,20 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
 
     # ------------------------------------------------------------------------------------------------ construction
 
-    def _read_groups(self) -> Iterator[OptimGroup]:
-        inner, by_id = self._optim, self._engine.by_id
-        for group in inner._param_groups:
-            if not isinstance(group, dict):
-                params = [by_id[id(tensor)] for tensor in inner._param_groups]
-                yield OptimGroup({}, params, inner._grad_clip)
-                return
-            options = {key: value for key, value in group.items() if key != "params"}
-            yield OptimGroup(options, [by_id[id(tensor)] for tensor in group["params"]], group.get("grad_clip"))
+    def _read_options(self) -> None:
+        """Options and clip objects of groups and parameters, which the user may change between steps."""
+        now = param_groups(self._optim)
+        expected = [len(group.params) for group in self._groups]
+        if expected != [len(tensors) for _, tensors, _ in now]:
+            raise StateError(
+                f"expected parameter groups of {expected} parameters, got {[len(tensors) for _, tensors, _ in now]}; "
+                "unwrap() the model and the optimizer, add or remove parameters, then wrap them again"
+            )
+        for group, (options, _, clip) in zip(self._groups, now):
+            check_clip(clip)
+            group.options, group.clip = options, clip
+        for param, unit in self._units.items():
+            copy_options(param.tensor, unit.tensor)
 
     @property
     def _params(self) -> list[ShardedParam]:
@@ -113,13 +164,10 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
 
     def _build_units(self) -> dict[ShardedParam, Unit]:
         rank = self._engine.comm.rank
-        on_cpu = not any(param.group.shard.place.is_gpu_place() for param in self._params)
-        # Paddle has no CPU kernels that step 16-bit parameters: there a float32 master is the only way.
-        master = on_cpu or bool(getattr(self._optim, "_multi_precision", False))
         if self._whole:
-            return {param: WholeUnit(param, master) for param in self._params if self._owners[param] == rank}
+            return {param: WholeUnit(param, self._master) for param in self._params if self._owners[param] == rank}
         owned = (param for param in self._params if param.group.pieces[param.index] is not None)
-        return {param: PieceUnit(param, master, self.offload) for param in owned}
+        return {param: PieceUnit(param, self._master, self.offload) for param in owned}
 
     # --------------------------------------------------------------------------------------------------------- step
 
@@ -133,10 +181,10 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
             _logger.warning(
                 "step skipped: the scaled gradients overflowed (%d skipped so far)", self.__dict__["skipped_steps"]
             )
-            engine.reducer.next_step()
-            engine.residency.release_all()
+            engine.end_step()
             return
         self._states.refresh_rewritten()
+        self._read_options()
         used, factors = self._agree()
         if self._whole:
             self._step_whole(used, factors)
@@ -147,12 +195,12 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
         engine.publish()
 
     def _overflowed(self) -> bool:
-        found = self._optim._get_auxiliary_var("found_inf")
+        found = overflow_flag(self._optim)
         if found is None or not self._unscaled:
             return False
         self.__dict__["_unscaled"] = False
         overflowed = bool(found)
-        self._optim._set_auxiliary_var("found_inf", overflowed)
+        set_overflow_flag(self._optim, overflowed)
         return overflowed
 
     def _set_auxiliary_var(self, key: str, value: Any) -> None:
@@ -218,24 +266,14 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
                     pairs.append((unit.tensor, self._clipped(unit, unit.grad(), group.clip, factors.get(param, 1.0))))
                     stepped.append(unit)
             plan.append({**group.options, "params": pairs})
-        with self._options_of_pieces():
-            step_units(self._optim, plan)
+        step_units(self._optim, plan, self._original())
         for unit in stepped:
             unit.store()
 
-    @contextmanager
-    def _options_of_pieces(self) -> Iterator[None]:
-        """Let functions that the user gave see the user's parameters instead of units."""
-        lr_ratio = getattr(self._optim, "_lr_ratio", None)
-        if lr_ratio is None:
-            yield
-            return
+    def _original(self) -> Callable[[Tensor], Tensor]:
+        """From a unit's tensor to the user's parameter: functions that the user gave see their own."""
         tensors = {id(unit.tensor): param.tensor for param, unit in self._units.items()}
-        self._optim._lr_ratio = lambda unit: lr_ratio(tensors[id(unit)])
-        try:
-            yield
-        finally:
-            self._optim._lr_ratio = lr_ratio
+        return lambda tensor: tensors[id(tensor)]
 
     def _step_whole(self, used: list[ShardedParam], factors: dict[ShardedParam, float]) -> None:
         """Owners get whole gradients, step whole parameters, and send them to the others: twice the volume."""
@@ -263,8 +301,7 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
                     grad = self._clipped(unit, grads[param], optim_group.clip, factors.get(param, 1.0))
                     pairs.append((unit.tensor, grad))
             plan.append({**optim_group.options, "params": pairs})
-        with self._options_of_pieces():
-            step_units(self._optim, plan)
+        step_units(self._optim, plan, self._original())
         for group, params in by_group.items():
             self._send_whole(group, params)
 
@@ -281,7 +318,7 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
         group.rewritten = False
 
     def unscale(self, scale: float) -> bool:
-        """Multiply the gradients by ``1 / scale``; returns whether any rank found one that is not finite.  Collective."""
+        """Divide the gradients by ``scale``; returns whether any rank found one that is not finite.  Collective."""
         self._engine.finish_grads()
         finite = True
         for group in self._engine.groups:
@@ -320,17 +357,19 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale all gradients so that their global norm is at most ``max_norm``; returns the norm before.  Collective.
 
-        ``paddle.nn.utils.clip_grad_norm_`` cannot see sharded gradients; this is the call for that purpose.
+        ``paddle.nn.utils.clip_grad_norm_`` cannot see sharded gradients; this is the call for that purpose, and it
+        computes the same.
         """
         self._engine.finish_grads()
-        total = sum(self._square_sum(param) for param in self._params)
+        total = sum(self._square_sum(param) for param in dict.fromkeys(self._params))
         vector = paddle.to_tensor([total], dtype="float64")
         self._engine.comm.all_reduce(vector, "norm of the gradients").wait()
-        norm = float(vector.item()) ** 0.5
-        if norm > max_norm:
+        norm = math.sqrt(float(vector.item()))
+        factor = max_norm / (norm + 1e-6)  # Paddle's formula
+        if not factor >= 1.0:  # nan spreads
             for group in self._engine.groups:
                 for grad in group.grad_storage:
-                    grad.scale_(max_norm / norm)
+                    grad.scale_(factor)
         return norm
 
     def state_dict(self) -> dict[str, Any]:
@@ -338,8 +377,18 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
         return self._states.whole(keep=True)
 
     def set_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a whole state, given alike on every rank, whose keys use this process's parameter names."""
-        self._states.load(state_dict)
+        """Take a whole state, given alike on every rank, whose keys use this process's parameter names.  Collective.
+
+        :class:`CheckpointError`, on every rank, names what does not fit; nothing is changed then.
+        """
+        problem: Optional[GroupShardedError] = None
+        try:
+            commit = self._states.prepare(state_dict)
+        except GroupShardedError as error:
+            problem = error
+        comms = (self._engine.comm, self._engine.dp_comm)
+        agree(comms, "optimizer.set_state_dict", problem, 0 if problem else fingerprint(state_dict), values_differ)
+        commit()
 
     load_state_dict = set_state_dict
 

@@ -64,6 +64,8 @@ class Residency:
     def read(self, group: ParamGroup) -> None:
         """A parameter of ``group`` is about to be used."""
         if not self._frames:
+            if group in self._pinned:
+                return  # gathered() shows it, and says itself whether changes count
             self._gather(group)
             group.touched_outside = True
             self._hold(group)
@@ -89,6 +91,7 @@ class Residency:
         if not self._frames and not paddle.is_grad_enabled():
             self.release_idle()
             self._pool.trim()
+            self._trace.clear()  # only steps end a trace otherwise, and there may be none to come
 
     def _prepare_backward(self, frame: Frame, outputs: Any) -> None:
         outer = frame.has_children
@@ -148,9 +151,16 @@ class Residency:
             self._idle.pop(group, None)
             group.release()
 
+    def on_round_end(self) -> None:
+        """A backward pass has been reduced: what it gathered into is given back."""
+        self.release_idle()
+        if not self._frames:
+            self._pool.trim()
+
     def pin(self, groups: Sequence[ParamGroup]) -> None:
         """Gather ``groups`` and keep them until :meth:`unpin`."""
         for group in groups:
+            group.adopt_writes()
             group.gather()
             self._pinned[group] = self._pinned.get(group, 0) + 1
 

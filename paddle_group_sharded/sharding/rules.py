@@ -7,6 +7,8 @@ from typing import Any
 import paddle
 
 from ..errors import UsageError
+from ..paddle_compat import innermost_optimizer, param_groups
+from .clip import check_clip
 
 __all__ = ["steps_pieces", "unwrap_optimizer"]
 
@@ -20,33 +22,41 @@ _ELEMENTWISE = tuple(
     )
     if hasattr(paddle.optimizer, name)
 )
+_DECAYS = (paddle.regularizer.L1Decay, paddle.regularizer.L2Decay)
 
 
 def steps_pieces(optimizer: Optimizer) -> bool:
     """Whether ``optimizer`` gives the same result on pieces as on whole parameters.
 
-    Only Paddle's own element-wise classes do for certain; LAMB and every class derived by a user get whole parameters.
+    Only Paddle's own element-wise classes and regularizers do for certain; LAMB and every class derived by a user get
+    whole parameters.
     """
-    return type(optimizer) in _ELEMENTWISE
+    tensors = (tensor for _, tensors, _ in param_groups(optimizer) for tensor in tensors)
+    decays = [optimizer.regularization, *(getattr(tensor, "regularizer", None) for tensor in tensors)]
+    return type(optimizer) in _ELEMENTWISE and all(decay is None or type(decay) in _DECAYS for decay in decays)
+
+
+def _steps_as_paddle(optimizer: Optimizer) -> bool:
+    """Whether ``step()`` is that of ``paddle.optimizer``, neither overridden nor replaced on the object."""
+    owner = next(cls for cls in type(optimizer).__mro__ if "step" in vars(cls))
+    return owner.__module__.startswith("paddle.optimizer.") and "step" not in vars(optimizer)
 
 
 def unwrap_optimizer(optimizer: Any) -> Optimizer:
-    """The ``paddle.optimizer.Optimizer`` inside ``optimizer`` and the wrappers of fleet; refuses what cannot be exact."""
-    inner = optimizer
-    while hasattr(inner, "_inner_opt"):  # HybridParallelOptimizer, MixPrecisionOptimizer
-        inner = inner._inner_opt
+    """The ``paddle.optimizer.Optimizer`` inside the wrappers of fleet; refuses what cannot be exact."""
+    inner = innermost_optimizer(optimizer)
     name = type(inner).__name__
     if not isinstance(inner, paddle.optimizer.Optimizer):
         raise UsageError(f"optimizer must be a paddle.optimizer.Optimizer, got {type(optimizer).__name__}")
-    if name == "LBFGS":
+    if any(cls.__name__ == "LBFGS" for cls in type(inner).__mro__):
         raise UsageError("LBFGS cannot be sharded: its line search evaluates the whole model inside one step")
     if hasattr(inner, "inner_optimizer"):
         raise UsageError(f"{name} wraps another optimizer; pass that one to group_sharded_parallel instead")
-    if not type(inner).step.__module__.startswith("paddle."):
+    if not _steps_as_paddle(inner):
         raise UsageError(
             f"{name} defines a step() of its own, which would not see the sharded gradients; "
             "put its rule into _append_optimize_op, as paddle.optimizer.Optimizer describes"
         )
-    if getattr(inner, "_use_multi_tensor", False):
-        raise UsageError(f"{name}(use_multi_tensor=True) is not supported; leave the option out")
+    for _, _, clip in param_groups(inner):
+        check_clip(clip)
     return inner

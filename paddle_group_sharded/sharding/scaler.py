@@ -21,6 +21,7 @@ class ShardedGradScaler(GradScaler):  # type: ignore[misc]
     """
 
     skipped_steps = 0
+    plain_class: type[GradScaler] = GradScaler  # of the user's scaler
 
     def _unscale(self, optimizer: Any) -> None:
         if not self._enable:
@@ -45,7 +46,9 @@ class ShardedGradScaler(GradScaler):  # type: ignore[misc]
 def share_scaler(scaler: GradScaler) -> GradScaler:
     """Make ``scaler`` share its decisions; it stays the same object with the same state."""
     if not isinstance(scaler, ShardedGradScaler):
-        scaler.__class__ = ShardedGradScaler
+        plain = type(scaler)
+        scaler.__dict__.pop("_unscale", None)  # fleet's own, which cannot see sharded gradients
+        scaler.__class__ = type(f"Sharded{plain.__name__}", (ShardedGradScaler, plain), {"plain_class": plain})
         scaler.skipped_steps = 0
     return scaler
 
@@ -53,4 +56,4 @@ def share_scaler(scaler: GradScaler) -> GradScaler:
 def unshare_scaler(scaler: GradScaler) -> None:
     """Undo :func:`share_scaler`."""
     if isinstance(scaler, ShardedGradScaler):
-        scaler.__class__ = GradScaler
+        scaler.__class__ = scaler.plain_class

@@ -7,12 +7,12 @@ scalar (a running product of betas) is the same on every rank that owns a piece.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Optional
 
 import numpy as np
 import paddle
 
-from ..paddle_compat import create_accumulators, flat_view, new_param
+from ..paddle_compat import bind_view, flat_view, fresh_states, new_param
 from .ops import copy_into
 
 __all__ = ["StateSpec", "probe_states", "slice_state", "whole_shape"]
@@ -30,41 +30,40 @@ class StateSpec(NamedTuple):
     scalar: bool
     lead: tuple[int, ...]  # dimensions before the parameter's own (ASGD keeps several gradients)
     dtype: Any
+    shape: Optional[tuple[int, ...]] = None  # of the whole state, where it need not follow the parameter's
 
 
-def probe_states(optimizer: Optimizer, like: Tensor, dtype: Any) -> dict[str, StateSpec]:
-    """The states that ``optimizer`` keeps for a parameter of ``dtype``, found by giving a tiny one its states."""
-    param = new_param(like, [_PROBE_NUMEL], dtype)
-    param.name = paddle.utils.unique_name.generate("state_probe")  # optimizers remember names for ever
-    copy_from = paddle.zeros([_PROBE_NUMEL]).astype(dtype)
-    copy_from._share_buffer_to(param)
-    holder, optimizer._accumulators_holder = optimizer._accumulators_holder, {}
-    names = len(optimizer._opti_name_list)
-    try:
-        create_accumulators(optimizer, [param])
-    finally:
-        optimizer._accumulators_holder = holder
-        del optimizer._opti_name_list[names:]
+def probe_states(optimizer: Optimizer, like: Tensor, dtype: Any, whole: bool) -> dict[str, StateSpec]:
+    """The states that ``optimizer`` keeps for a parameter of ``dtype``.
+
+    They are found by giving states to a tiny parameter, or with ``whole`` to one of the shape of ``like``: the states
+    of a user's own rule may have any shape.
+    """
+    param = new_param(like, like.shape if whole else [_PROBE_NUMEL], dtype)
+    values = paddle.zeros(param.shape).astype(dtype).flatten()
+    if values.size:
+        bind_view(param, values, 0, int(values.size))
     specs = {}
-    for name, by_param in optimizer._accumulators.items():
-        state = by_param.pop(param.name, None)
-        if state is None:
-            continue
+    for name, state in fresh_states(optimizer, param).items():
         shape = tuple(state.shape)
+        if whole:
+            specs[name] = StateSpec(name, False, (), state.dtype, shape)
+            continue
         scalar = shape[-1:] != (_PROBE_NUMEL,)
         specs[name] = StateSpec(name, scalar, () if scalar else shape[:-1], state.dtype)
-    optimizer._master_weights.pop(param.name, None)
     return specs
 
 
 def whole_shape(spec: StateSpec, shape: Iterable[int]) -> list[int]:
     """Shape of the state of a parameter of ``shape``."""
+    if spec.shape is not None:
+        return list(spec.shape)
     return [1] if spec.scalar else [*spec.lead, *shape]
 
 
 def slice_state(spec: StateSpec, whole: Tensor, numel: int, start: int, stop: int) -> Tensor:
     """The state of elements ``start`` to ``stop`` of a parameter with ``numel`` elements, as memory of its own."""
-    if spec.scalar:
+    if spec.scalar or spec.shape is not None:
         return whole.clone()
     rows = int(np.prod(spec.lead, dtype=np.int64))
     piece = paddle.empty([rows * (stop - start)], dtype=whole.dtype)

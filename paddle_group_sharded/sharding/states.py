@@ -6,26 +6,42 @@ state belongs to a master weight, and the masters themselves under ``master_weig
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Optional
 
 import paddle
 
-from ..errors import CheckpointError
-from ..paddle_compat import create_accumulators, flat_view
+from ..paddle_compat import (
+    accumulators,
+    bind_view,
+    create_accumulators,
+    flat_view,
+    forget_fused_params,
+    has_memory,
+    lr_scheduler,
+    master_weights,
+    pending_states,
+    release,
+    set_master_weights,
+    share_memory,
+    take_pending_states,
+)
 from .engine import Engine
 from .group import ParamGroup
-from .ops import copy_into
+from .matching import MASTER_SUFFIX, Found, Owner, match_states
+from .ops import LOW_PRECISION, copy_into
 from .param import ShardedParam
 from .state import StateSpec, probe_states, slice_state, whole_shape
 from .unit import WholeUnit
+from .whole import as_tensor
 
 __all__ = ["StateTable"]
 
 Tensor = Any
 Optimizer = Any
 
-MASTER_SUFFIX = "_fp32_master_0"
+_logger = logging.getLogger(__name__)
 
 
 class StateTable:
@@ -38,6 +54,7 @@ class StateTable:
         units: Mapping[ShardedParam, Any],
         owners: Mapping[ShardedParam, int],
         whole: bool,
+        master: bool,
     ) -> None:
         """Look after the states that ``inner`` keeps for ``units``."""
         self._inner = inner
@@ -45,63 +62,62 @@ class StateTable:
         self._units = units
         self._owners = owners
         self._whole_units = whole
+        self._master = master
         self._specs: dict[Any, dict[str, StateSpec]] = {}
         self.stepped: dict[ShardedParam, None] = {}  # those that have states; the same on every rank
 
     def specs(self, param: ShardedParam) -> dict[str, StateSpec]:
         """The kinds of state that ``param`` has or would get."""
-        unit = self._units.get(param)
-        dtype = unit.tensor.dtype if unit is not None else self._unit_dtype(param)
-        if dtype not in self._specs:
-            self._specs[dtype] = probe_states(self._inner, param.tensor, dtype)
-        return self._specs[dtype]
-
-    def _unit_dtype(self, param: ShardedParam) -> Any:
-        same = (unit.tensor.dtype for other, unit in self._units.items() if other.group.dtype == param.group.dtype)
-        return next(same, param.group.dtype)
+        dtype = paddle.float32 if self.is_master(param) else param.group.dtype
+        key = (dtype, tuple(param.tensor.shape) if self._whole_units else None)
+        if key not in self._specs:
+            self._specs[key] = probe_states(self._inner, param.tensor, dtype, self._whole_units)
+        return self._specs[key]
 
     def is_master(self, param: ShardedParam) -> bool:
         """Whether ``param`` is stepped as a float32 copy; the same on every rank."""
-        return bool(self._unit_dtype(param) != param.group.dtype)
+        return self._master and param.group.dtype in LOW_PRECISION
 
     # --------------------------------------------------------------------------------------------------- taking over
 
     def adopt(self) -> None:
         """Cut the states that the optimizer already has; the whole tensors are given up one by one."""
         inner = self._inner
-        masters = dict(getattr(inner, "_master_weights", None) or {})
-        pending = dict(inner._accumulators_holder)
-        inner._accumulators_holder = {}
+        masters = master_weights(inner)
+        # What set_state_dict left for parameters that have not been stepped; the states of others have moved on since.
+        known = {name for by_name in accumulators(inner).values() for name in by_name}
+        known |= {name for name, master in masters.items() if master.name in known}
+        unstepped = [param for param in self._all_params() if param.tensor.name not in known]
+        pending = self._match(pending_states(inner), unstepped, "the state that the optimizer was given", True)
+        take_pending_states(inner)
         names = {param.tensor.name: param for param in self._all_params()}
         names.update({master.name: names[name] for name, master in masters.items() if name in names})
-        for by_name in inner._accumulators.values():
+        forget_fused_params(inner)
+        for state_name, by_name in list(accumulators(inner).items()):
             for name in list(by_name):
                 if name in names:
-                    self._adopt_state(by_name, name, names[name])
+                    self._adopt_state(self.specs(names[name]).get(state_name), by_name, name, names[name])
         for name, master in masters.items():
             if name in names:
                 self._set_master(names[name], master)
-        if hasattr(inner, "_master_weights"):
-            inner._master_weights = {}
-        if pending:
-            self.load(pending)
+        set_master_weights(inner, {})
+        self._take(pending)
 
     def _all_params(self) -> Iterator[ShardedParam]:
         return (param for param in self._engine.params if param.optimized)
 
-    def _adopt_state(self, by_name: dict[str, Tensor], name: str, param: ShardedParam) -> None:
+    def _adopt_state(
+        self, spec: Optional[StateSpec], by_name: dict[str, Tensor], name: str, param: ShardedParam
+    ) -> None:
         whole = by_name.pop(name)
         self.stepped[param] = None
         unit = self._units.get(param)
         if unit is None:
             return
-        shape, param_shape = tuple(whole.shape), tuple(param.tensor.shape)
-        scalar = shape[len(shape) - len(param_shape) :] != param_shape and whole.size == 1
-        if scalar or self._whole_units:
+        if spec is None or spec.scalar or self._whole_units:
             by_name[unit.tensor.name] = whole
             return
-        lead = shape[: len(shape) - len(param_shape)]
-        piece = slice_state(StateSpec("", False, lead, whole.dtype), whole, param.numel, unit.start, unit.stop)
+        piece = slice_state(spec, whole, param.numel, unit.start, unit.stop)
         piece.name = whole.name
         by_name[unit.tensor.name] = piece
 
@@ -111,7 +127,7 @@ class StateTable:
             value = flat_view(master, unit.start, unit.stop)
             if self._whole_units:
                 value = value.reshape(param.tensor.shape).clone()
-                value._share_buffer_to(unit.tensor)
+                share_memory(value, unit.tensor)
                 unit.stale = False
             else:
                 copy_into(flat_view(unit.tensor), value)
@@ -156,8 +172,8 @@ class StateTable:
                         masters[param.tensor.name] = value.numpy() if as_arrays else value
         if masters:
             result["master_weights"] = masters
-        scheduler = self._inner._learning_rate
-        if keep and isinstance(scheduler, paddle.optimizer.lr.LRScheduler):
+        scheduler = lr_scheduler(self._inner)
+        if keep and scheduler is not None:
             result["LR_Scheduler"] = scheduler.state_dict()
         return result
 
@@ -185,7 +201,7 @@ class StateTable:
     def state_of(self, param: ShardedParam, name: str) -> Optional[Tensor]:
         """This rank's own part of state ``name`` of ``param``, or None."""
         unit = self._units.get(param)
-        return None if unit is None else self._inner._accumulators.get(name, {}).get(unit.tensor.name)
+        return None if unit is None else accumulators(self._inner).get(name, {}).get(unit.tensor.name)
 
     def _whole_state(
         self, group: ParamGroup, params: list[ShardedParam], spec: StateSpec, keep: bool
@@ -269,105 +285,65 @@ class StateTable:
         masters = state.pop("master_weights", {})
         inner = self._inner
         for unit in self._units.values():
-            for by_name in inner._accumulators.values():
+            for by_name in accumulators(inner).values():
                 by_name.pop(unit.tensor.name, None)
         for param in self.stepped:
             suffix = MASTER_SUFFIX if self.is_master(param) else ""
             for spec in self.specs(param).values():
                 value = state[f"{param.tensor.name}{suffix}_{spec.name}_0"]
-                inner._accumulators[spec.name][f"{param.tensor.name}{suffix}"] = value
+                accumulators(inner)[spec.name][f"{param.tensor.name}{suffix}"] = value
         if masters:
-            inner._master_weights = masters
+            set_master_weights(inner, masters)
 
     # ------------------------------------------------------------------------------------------------------ loading
-
-    def load(self, state_dict: Mapping[str, Any]) -> None:
-        """Take a whole state; every rank gives the same.  Nothing is changed where something does not fit."""
-        self.prepare(state_dict)()
 
     def prepare(self, state_dict: Mapping[str, Any], source: str = "the optimizer state") -> Callable[[], None]:
         """Check a whole state, called ``source`` in messages; what is returned takes it and does not fail.
 
-        Raises :class:`CheckpointError` for an entry of another shape, for a parameter that has only some of its states,
-        and where nothing belongs to this optimizer.  Entries of parameters that it does not have are left alone.
+        Raises :class:`CheckpointError` as :func:`.matching.match_states` says.
         """
-        states = dict(state_dict)
-        scheduler_state = states.pop("LR_Scheduler", None)
-        masters = states.pop("master_weights", None) or {}
-        self._check_masters(masters, source)
-        found = self._match(states, source)
+        found = self._match(state_dict, self._all_params(), source)
+        if found.fresh:
+            _logger.warning("%s has no state of %s: it begins afresh there", source, ", ".join(found.fresh))
 
         def commit() -> None:
-            self.refresh_rewritten()  # before the masters are set, which the weights would overwrite otherwise
-            for param, spec, value in found:
-                self._store(param, spec, _as_tensor(value))
-            for param in self._all_params():
-                if param.tensor.name in masters:
-                    self._set_master(param, _as_tensor(masters[param.tensor.name]))
-            scheduler = self._inner._learning_rate
-            if scheduler_state and isinstance(scheduler, paddle.optimizer.lr.LRScheduler):
-                scheduler.set_state_dict(scheduler_state)
+            self._take(found)
+            scheduler = lr_scheduler(self._inner)
+            if found.scheduler and scheduler is not None:
+                scheduler.set_state_dict(dict(found.scheduler))
 
         return commit
 
-    def _check_masters(self, masters: Mapping[str, Any], source: str) -> None:
-        for param in self._all_params():
-            value = masters.get(param.tensor.name)
-            if value is not None and list(value.shape) != list(param.tensor.shape):
-                raise CheckpointError(
-                    f"{source}: master weight of {param}: expected shape {list(param.tensor.shape)}, got {list(value.shape)}"
-                )
+    def _match(
+        self, state_dict: Mapping[str, Any], params: Iterable[ShardedParam], source: str, partial: bool = False
+    ) -> Found:
+        owners = {
+            param.tensor.name: Owner(repr(param), list(param.tensor.shape), self.specs(param), param in self.stepped)
+            for param in params
+        }
+        return match_states(state_dict, owners, lr_scheduler(self._inner) is not None, source, partial)
 
-    def _match(self, states: Mapping[str, Any], source: str) -> list[tuple[ShardedParam, StateSpec, Any]]:
-        by_stem = {}
-        for key, value in states.items():
-            stem, _, number = key.rpartition("_")
-            by_stem[stem if number.isdigit() else key] = value
-        found: list[tuple[ShardedParam, StateSpec, Any]] = []
+    def _take(self, found: Found) -> None:
+        self.refresh_rewritten()  # before the masters are set, which the weights would overwrite otherwise
         for param in self._all_params():
-            specs = self.specs(param)
-            here = []
-            for spec in specs.values():
-                stems = (f"{param.tensor.name}{suffix}_{spec.name}" for suffix in ("", MASTER_SUFFIX))
-                value = next((by_stem[stem] for stem in stems if stem in by_stem), None)
-                if value is not None:
-                    here.append((param, spec, value))
-                    self._check_shape(param, spec, value, source)
-            if here and len(here) != len(specs):
-                missing = sorted(set(specs) - {spec.name for _, spec, _ in here})
-                raise CheckpointError(f"{source}: of {param} only some states are there; missing: {', '.join(missing)}")
-            found.extend(here)
-        if by_stem and not found and any(True for param in self._all_params() if self.specs(param)):
-            example = next(iter(by_stem))
-            raise CheckpointError(
-                f"{source}: no entry belongs to a parameter of this optimizer; there is {example!r}, "
-                f"expected names such as {next(self._all_params()).tensor.name!r}"
-            )
-        return found
-
-    def _check_shape(self, param: ShardedParam, spec: StateSpec, value: Any, source: str) -> None:
-        expected = whole_shape(spec, param.tensor.shape)
-        size = 1
-        for dim in value.shape:
-            size *= dim
-        if list(value.shape) != expected and not (spec.scalar and size == 1):
-            raise CheckpointError(
-                f"{source}: state {spec.name} of {param}: expected shape {expected}, got {list(value.shape)}"
-            )
+            name = param.tensor.name
+            for state, value in found.states.get(name, {}).items():
+                self._store(param, self.specs(param)[state], as_tensor(value))
+            if name in found.masters:
+                self._set_master(param, as_tensor(found.masters[name]))
 
     def _store(self, param: ShardedParam, spec: StateSpec, whole: Tensor) -> None:
         self.stepped[param] = None
         unit = self._units.get(param)
         if unit is None:
             return
-        by_name = self._inner._accumulators[spec.name]
+        by_name = accumulators(self._inner)[spec.name]
         if unit.tensor.name not in by_name:
-            if not unit.tensor._is_initialized():
-                unit.load(param.group.full)
+            absent = not has_memory(unit.tensor)
+            if absent:  # a whole unit has memory from its first step on; its states are made for what has memory
+                bind_view(unit.tensor, paddle.zeros([param.numel]).astype(unit.tensor.dtype), 0, param.numel)
             create_accumulators(self._inner, [unit.tensor])
+            if absent:
+                release(unit.tensor)
         state = slice_state(spec, whole, param.numel, unit.start, unit.stop)
         copy_into(flat_view(by_name[unit.tensor.name]), flat_view(state))
-
-
-def _as_tensor(value: Any) -> Tensor:
-    return value if isinstance(value, paddle.Tensor) else paddle.to_tensor(value)

@@ -46,7 +46,7 @@ class PieceUnit:
 
     def refresh(self) -> None:
         """Take the values of the shard."""
-        own = self.param.group.shard_view(self.param.index)
+        own: Tensor = self.param.group.shard_view(self.param.index)
         if self.is_copy:
             value = own.astype(self.tensor.dtype)
             value = value.cpu() if self.on_host else value if self.is_master else value.clone()

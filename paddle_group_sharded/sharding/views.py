@@ -63,7 +63,8 @@ class Views:
     def state(self, key: Any, name: str) -> Tensor:
         """The whole state ``name`` of a parameter.  Collective.
 
-        Raises :class:`StateError` where the parameter has not been stepped yet, :class:`UsageError` for an unknown name.
+        Raises :class:`StateError` where the parameter has not been stepped yet, :class:`UsageError` for an unknown
+        name.
         """
         param = self._engine.param_of(key)
         self._check_state(param, name)

@@ -1,0 +1,79 @@
+"""Gloo groups over ranks that have found each other: made with a key-value store of their own, and used again.
+
+Paddle keeps every process group, with its sockets and threads, until the process ends, and making one takes half a second
+of store traffic.  So a group that a closed communicator leaves behind in working order goes to the next one over the
+same ranks: process-wide, because Paddle's registry is.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import zlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ..paddle_compat import GlooGroup, current_host, open_tcp_store
+from .gate import Gate
+
+__all__ = ["GROUPS", "GroupPool", "Member"]
+
+_ATTEMPTS = 5  # to find a port that is still free when the store opens it
+
+
+class Member(NamedTuple):
+    """One rank's place among the ranks of a group."""
+
+    rank: int  # in the group
+    ranks: tuple[int, ...]  # global
+
+
+class GroupPool:
+    """The groups of this process that nobody uses at present; for any thread."""
+
+    def __init__(self) -> None:
+        self._idle: dict[tuple[int, ...], dict[int, GlooGroup]] = {}
+        self._lock = threading.Lock()
+
+    def open(self, gate: Gate, member: Member, name: str) -> tuple[int, GlooGroup]:
+        """A group that is idle on every rank, or a new one; collective.  ``name`` is new, and equal on every rank."""
+        with self._lock:
+            mine = list(self._idle.get(member.ranks, ()))
+        everywhere = set.intersection(*(set(theirs) for theirs in gate.exchange(f"idle groups for {name}", mine)))
+        if everywhere:
+            group_id = min(everywhere)
+            with self._lock:
+                return group_id, self._idle[member.ranks].pop(group_id)
+        group_id = 0x4000_0000 | zlib.crc32(name.encode()) & 0x3FFF_FFFF  # far from Paddle's, which count from 0
+        return group_id, GlooGroup(_store(gate, member, name), member.rank, len(member.ranks), group_id)
+
+    def give_back(self, member: Member, group_id: int, group: GlooGroup) -> None:
+        """``group`` has finished its last operation, and it went well."""
+        with self._lock:
+            self._idle.setdefault(member.ranks, {})[group_id] = group
+
+
+GROUPS = GroupPool()
+
+
+def _store(gate: Gate, member: Member, name: str) -> Any:
+    """A new key-value store, served by group rank 0; collective."""
+    host = current_host()
+    if member.rank == 0:
+        store, port = _serve(host)
+        gate.exchange(f"store for {name}", (host, port))
+        return store
+    host, port = gate.exchange(f"store for {name}", None)[0]
+    return open_tcp_store(host, port, serve=False)
+
+
+def _serve(host: str) -> tuple[Any, int]:
+    for attempt in range(_ATTEMPTS):
+        with socket.create_server((host, 0)) as server:
+            port = server.getsockname()[1]
+        try:
+            return open_tcp_store(host, port, serve=True), port
+        except Exception:  # somebody else took the port in between
+            if attempt == _ATTEMPTS - 1:
+                raise
+    raise AssertionError("not reached")
