@@ -43,6 +43,7 @@ __all__ = [
     "lr_scheduler",
     "master_weights",
     "new_param",
+    "on_backward_end",
     "on_grad_ready",
     "optimizer_options",
     "overflow_flag",
@@ -89,9 +90,11 @@ def flat_view(tensor: Tensor, start: int = 0, stop: Optional[int] = None) -> Ten
 
     It holds the memory as an owner does, so it outlives ``tensor``.
     """
+    numel = int(tensor.size)
+    if start == (numel if stop is None else stop):  # Paddle has no views of nothing
+        return paddle.empty([0], dtype=tensor.dtype)
     view = core.eager.Tensor(tensor.get_tensor())
     dense = view.get_tensor()
-    numel = int(tensor.size)
     dense._set_dims([numel])
     if start != 0 or (stop is not None and stop != numel):
         dense._share_data_with(dense._slice(start, numel if stop is None else stop))
@@ -103,6 +106,8 @@ def bind_view(tensor: Tensor, buffer: Tensor, start: int, stop: int) -> None:
 
     What it held before is given up; tensors that autograd saved see the new memory.
     """
+    if start == stop:
+        return
     shape = list(tensor.shape)
     dense = tensor.get_tensor()
     dense._share_data_with(buffer.get_tensor()._slice(start, stop))
@@ -211,6 +216,14 @@ def on_grad_ready(param: Tensor, callback: Callable[[], None]) -> None:
     param._register_backward_hook(callback)
 
 
+def on_backward_end(callback: Callable[[], None]) -> None:
+    """Call ``callback`` once, at the end of the backward pass under way.
+
+    A pass inside of it, such as recompute's, counts as one of its own: its end is the first.
+    """
+    core.eager._add_backward_final_hook(callback)
+
+
 def is_sparse(param: Tensor) -> bool:
     """Whether the gradient of ``param`` holds selected rows instead of a whole tensor."""
     grad = param._grad_ivar()
@@ -226,7 +239,7 @@ def take_grad(param: Tensor) -> Optional[Tensor]:
     grad = param._grad_ivar()
     if grad is None or not grad._is_initialized():
         return None
-    flat = flat_view(grad)
+    flat = flat_view(grad if grad.is_contiguous() else grad.contiguous())  # weight.t() gives a transposed one
     param.clear_gradient(False)
     return flat
 
@@ -243,7 +256,7 @@ def has_grad(param: Tensor) -> bool:
     if getattr(param, "main_grad", None) is not None:
         return True
     grad = param._grad_ivar()
-    return grad is not None and bool(grad._is_initialized())
+    return grad is not None and (bool(grad._is_initialized()) or param.size == 0)
 
 
 # -------------------------------------------------------------------------------------------------------- optimizers

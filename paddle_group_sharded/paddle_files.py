@@ -1,13 +1,14 @@
 """One Paddle file: written so that a reader sees the old or the new one, sealed so that damage is found.
 
-The file is what ``paddle.save`` writes, and plain ``paddle.load`` reads it.  After the pickle, where ``paddle.load`` does
-not look, stands a *seal*: which save the file belongs to, and a checksum of the bytes before.  A file without one was
-written by plain Paddle; only what unpickling notices can be found out about it.
+The file is what ``paddle.save`` writes, and plain ``paddle.load`` reads it.  After the pickle, where ``paddle.load``
+does not look, stands a *seal*: which save the file belongs to, and a checksum of the bytes before.  A file without one
+was written by plain Paddle; only what unpickling notices can be found out about it.
 """
 
 from __future__ import annotations
 
 import os
+import pickle
 import zlib
 from typing import Any, NamedTuple, Optional
 
@@ -42,15 +43,18 @@ class FileSet:
 
     def write(self, name: str, value: dict[str, Any]) -> None:
         """Write ``value`` under a temporary name and force it to the disk."""
-        path = self._temporary(name)
         self._written.append(name)
-        paddle.save(value, path)
-        with open(path, "rb+") as file:
-            checksum = _checksum(file, os.path.getsize(path))
-            file.seek(0, os.SEEK_END)
-            file.write(_SEAL % (self._save, checksum))
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with open(self._temporary(name), "wb+") as file:
+                _pickle(value, file)
+                checksum = _checksum(file, file.tell())
+                file.seek(0, os.SEEK_END)
+                file.write(_SEAL % (self._save, checksum))
+                file.flush()
+                os.fsync(file.fileno())
+        except BaseException:
+            self.discard()  # at once: other ranks may look into the folder as soon as they know
+            raise
 
     def publish(self) -> None:
         """Give the files their names."""
@@ -67,6 +71,13 @@ class FileSet:
 
     def _temporary(self, name: str) -> str:
         return os.path.join(self._folder, f"{name}.writing")
+
+
+def _pickle(value: dict[str, Any], file: Any) -> None:
+    """As ``paddle.save`` does where all tensors are arrays, but without a second copy of them in the pickler's memo."""
+    pickler = pickle.Pickler(file, protocol=4)
+    pickler.fast = True
+    pickler.dump(value)
 
 
 def read_file(path: str) -> Contents:

@@ -1,7 +1,7 @@
 """Whole states for an optimizer that is not sharded.
 
-Paddle's own ``set_state_dict`` finds states by names that count the optimizers which the process has made, checks them
-when a parameter is first stepped, and lets go of none of that quietly; here they go by parameter, and are checked before.
+Paddle's own ``set_state_dict`` finds states by names that count the optimizers which the process has made, and checks
+them when a parameter is first stepped, if ever; here they go by parameter, and all are checked before one is set.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .paddle_compat import (
 )
 from .sharding.matching import Found, Owner, match_states
 from .sharding.ops import LOW_PRECISION, copy_into
-from .sharding.rules import unwrap_optimizer
+from .sharding.rules import steps_pieces, unwrap_optimizer
 from .sharding.state import StateSpec, probe_states
 from .sharding.whole import as_tensor
 
@@ -42,15 +42,17 @@ def prepare_plain_optimizer(optimizer: Any, state: Mapping[str, Any], source: st
     """
     inner = unwrap_optimizer(optimizer)
     params = [tensor for _, tensors, _ in param_groups(inner) for tensor in tensors]
+    whole = not steps_pieces(inner)
     specs: dict[Any, dict[str, StateSpec]] = {}
     owners = {}
     for tensor in params:
         dtype = paddle.float32 if keeps_masters(inner) and tensor.dtype in LOW_PRECISION else tensor.dtype
-        if dtype not in specs:
-            specs[dtype] = probe_states(inner, tensor, dtype)
+        kind = (dtype, tuple(tensor.shape) if whole else None)
+        if kind not in specs:
+            specs[kind] = probe_states(inner, tensor, dtype, whole)
         has_states = any(_unit_name(inner, tensor) in by_name for by_name in accumulators(inner).values())
         label = f"{tensor.name!r} {list(tensor.shape)}"
-        owners[tensor.name] = Owner(label, list(tensor.shape), specs[dtype], has_states)
+        owners[tensor.name] = Owner(label, list(tensor.shape), specs[kind], has_states)
     found = match_states(state, owners, lr_scheduler(inner) is not None, source)
     if found.fresh:
         _logger.warning("%s has no state of %s: it begins afresh there", source, ", ".join(found.fresh))

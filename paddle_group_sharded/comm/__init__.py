@@ -13,6 +13,7 @@ import paddle
 
 from ..errors import UsageError
 from .base import Comm, Overlap, Segment, Server, Work
+from .channel import Receiver, Sender, create_channels
 from .gloo import GlooComm
 from .local import LocalComm
 from .recording import Record, RecordingComm
@@ -21,11 +22,14 @@ __all__ = [
     "Comm",
     "LocalComm",
     "Overlap",
+    "Receiver",
     "Record",
     "RecordingComm",
     "Segment",
+    "Sender",
     "Server",
     "Work",
+    "create_channels",
     "create_comm",
 ]
 

@@ -17,6 +17,7 @@ others, and a failure may be sent at any time: it is what the receiver reads at 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,6 +33,7 @@ _logger = logging.getLogger(__name__)
 
 _WARN_AFTER = 30.0  # seconds until a missing rank is worth a line in the log
 _NOTICE_AFTER = 1.0  # seconds until the hub tells those present that it is there
+_CAUSE_WITHIN = 0.5  # seconds in which the end of a rank shows on its socket, after its data did not come
 _GRACE = 5.0  # seconds that the other ranks give the hub to report before they call it missing
 
 # The first byte of a message tells what it is.
@@ -80,11 +82,15 @@ class Gate:
         """Whether the communicator has failed."""
         return self._failure is not None
 
-    def fail(self, reason: str) -> None:
-        """Tell the other ranks that this one cannot go on; their present or next call raises ``reason``."""
+    def fail(self, reason: str, request: Request) -> str:
+        """This rank cannot go on: ``request`` failed with ``reason``.  All calls of all ranks raise from here on.
+
+        Returns the first cause that is known: where another rank has ended or failed, this one's reason is only that
+        its data did not come.
+        """
         if self._failure is None:
-            self._failure = reason
-            self._send(self._links, _FAILURE + reason.encode())
+            self._fail(self._first_cause(request) or reason)
+        return self._failure or reason
 
     def shutdown(self) -> None:
         """Wake the worker out of a wait, from another thread."""
@@ -93,13 +99,32 @@ class Gate:
 
     def close(self) -> None:
         """Leave: the next call of the others raises that this rank has closed its communicator."""
-        self.fail(f"{self._names([self._rank])} has closed its communicator; close it after the last operation only")
+        if self._failure is None:
+            self._fail(f"{self._names([self._rank])} has closed its communicator; close it after the last operation")
         for link in self._links.values():
             link.close()
 
+    def _fail(self, reason: str) -> None:
+        self._failure = reason
+        self._send(self._links, _FAILURE + reason.encode())
+
+    def _first_cause(self, request: Request) -> Optional[str]:
+        """What the other ranks have said, or not said, by now."""
+        ready = wait_readable(list(self._links.values()), _CAUSE_WITHIN)
+        for rank, link in self._links.items():
+            if link in ready:
+                try:
+                    message = link.recv()
+                except LinkClosed:
+                    return self._ended(rank, request)
+                if message[:1] == _FAILURE:
+                    return message[1:].decode()
+        return None
+
     def _send(self, to: Iterable[int], message: bytes) -> None:
         for rank in to:
-            self._links[rank].send(message)
+            with contextlib.suppress(LinkClosed):  # what it said last is still to be read
+                self._links[rank].send(message)
 
     def _names(self, group_ranks: Iterable[int]) -> str:
         """``"rank 3"`` or ``"ranks 3, 5"``: global numbers, as users know them."""
@@ -172,14 +197,14 @@ class Gate:
                 messages[rank] = message
 
     def _end(self, reason: str) -> NoReturn:
-        self.fail(reason)
+        self._fail(reason)
         raise CommError(reason)
 
     # -- the other ranks --------------------------------------------------------------------------------------------
 
     def _ask_hub(self, request: Request, message: bytes) -> Verdict:
         link = self._links[0]
-        link.send(message)
+        self._send([0], message)
         patience: Optional[float] = self._timeout + _GRACE  # None: the hub is there and keeps the time
         while True:
             if not link.poll(patience):

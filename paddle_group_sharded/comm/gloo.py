@@ -8,6 +8,7 @@ gloo's time limit*: after it the group is dead on every rank, and a tensor may h
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from typing import Any, Callable, Optional
@@ -19,8 +20,8 @@ from ..paddle_compat import GlooGroup, tcp_store
 from .base import Segment, Server, Work
 from .gate import Gate
 from .groups import GROUPS, Member
-from .link import accept_links, dial_link
 from .operations import AllGather, AllReduce, Barrier, Broadcast, Exchange, Operation, ReduceScatter
+from .rendezvous import accept_links, dial_link
 from .transport import GlooTransport
 from .verdict import Request
 from .worker import Worker
@@ -47,9 +48,9 @@ class GlooComm:
         self._transport = GlooTransport(group, self.rank, self.world_size)
         self._servers: dict[str, Server] = {}  # the worker's own
         self._worker = Worker(f"group_sharded comm of ranks {list(self.ranks)}")
-        self._finalizer = weakref.finalize(
-            self, _leave, self._worker, gate, lambda: GROUPS.give_back(member, group_id, group), _EXIT_SECONDS
-        )
+        give_back = functools.partial(GROUPS.give_back, member, group_id, group)
+        self._leave = functools.partial(_leave, self._worker, gate, give_back)
+        self._finalizer = weakref.finalize(self, self._leave, _EXIT_SECONDS)
 
     @classmethod
     def connect(cls, rank: int, ranks: Sequence[int], timeout: float) -> GlooComm:
@@ -63,7 +64,7 @@ class GlooComm:
             by_global_rank = accept_links(store, name, ranks[1:], timeout)
             links = {ranks.index(number): link for number, link in by_global_rank.items()}
         else:
-            links = {0: dial_link(store, name, ranks[rank])}
+            links = {0: dial_link(store, name, ranks[rank], ranks[0], timeout)}
         gate = Gate(rank, ranks, links, timeout)
         return cls(member, gate, *GROUPS.open(gate, member, name))
 
@@ -98,10 +99,8 @@ class GlooComm:
 
     def close(self) -> None:
         """See :class:`~.base.Comm`."""
-        detached = self._finalizer.detach()
-        if detached is not None:
-            _, leave, arguments, _ = detached
-            leave(*arguments[:-1], None)
+        if self._finalizer.detach() is not None:
+            self._leave(None)
 
     def _submit(self, operation: Operation) -> Work:
         if not self._finalizer.alive:
@@ -131,8 +130,7 @@ class GlooComm:
         except CommError:
             raise  # the gate's own: every rank knows
         except Exception as error:
-            reason = f"rank {self.ranks[self.rank]} failed in {request}: {error}"
-            self._gate.fail(reason)
+            reason = self._gate.fail(f"rank {self.ranks[self.rank]} failed in {request}: {error}", request)
             raise CommError(reason) from error
 
     def _serve(self, request: Request) -> None:

@@ -1,8 +1,8 @@
 """Gloo groups over ranks that have found each other: made with a key-value store of their own, and used again.
 
-Paddle keeps every process group, with its sockets and threads, until the process ends, and making one takes half a second
-of store traffic.  So a group that a closed communicator leaves behind in working order goes to the next one over the
-same ranks: process-wide, because Paddle's registry is.
+Paddle keeps every process group, with its sockets and threads, until the process ends, and making one takes half a
+second of store traffic.  So a group that a closed communicator leaves behind in working order goes to the next one over
+the same ranks: process-wide, because Paddle's registry is.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import socket
 import threading
 import zlib
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..paddle_compat import GlooGroup, current_host, open_tcp_store

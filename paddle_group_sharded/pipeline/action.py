@@ -48,20 +48,10 @@ class Kind(Enum):
 
     __hash__ = object.__hash__  # members are singletons; the hash of an Enum is slow, and plans are full of them
 
-    @property
-    def is_compute(self) -> bool:
-        """Whether the action computes (``F``, ``B``, ``I``, ``W``)."""
-        return self in (Kind.F, Kind.B, Kind.I, Kind.W)
-
-    @property
-    def is_send(self) -> bool:
-        """Whether the action puts a message into a channel."""
-        return self in (Kind.SEND_F, Kind.SEND_B)
-
-    @property
-    def is_recv(self) -> bool:
-        """Whether the action waits for a message."""
-        return self in (Kind.RECV_F, Kind.RECV_B)
+    def __init__(self, letters: str) -> None:
+        self.is_compute = letters in ("F", "B", "I", "W")
+        self.is_send = letters.startswith("SEND")  # puts a message into a channel
+        self.is_recv = letters.startswith("RECV")  # waits for a message
 
 
 _ACTION = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|REDUCE|F|B|I|W)(\d*)")

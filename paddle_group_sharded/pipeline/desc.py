@@ -106,7 +106,9 @@ def shared_attrs(desc: Any) -> tuple[str, ...]:
 def class_name(entry: Any) -> str:
     """Name that ``layer:`` patterns and class weights see: of the layer's class, built or not, or of the function."""
     if is_desc(entry):
-        entry = entry.layer_func if hasattr(entry, "layer_func") else entry.layer_spec.layer  # Paddle's spec form
+        entry = entry.layer_func if hasattr(entry, "layer_func") else entry.layer_spec.layer  # Paddle's other form
+    if isinstance(entry, tuple):  # (module, name) of that form
+        return str(entry[-1])
     return str(getattr(entry, "__name__", type(entry).__name__))
 
 

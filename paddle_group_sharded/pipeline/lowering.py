@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Optional
 
 from ..errors import UsageError
 from .action import Action, Kind, Plan
 
 __all__ = ["add_transfers", "add_grad_reduce"]
+
+_SENDS = MappingProxyType({Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B, Kind.I: Kind.SEND_B})
+_RECEIVES = MappingProxyType({Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B, Kind.I: Kind.RECV_B})
 
 
 def add_transfers(plan: Plan) -> Plan:
@@ -68,14 +72,12 @@ def add_grad_reduce(plan: Plan) -> Plan:
 
 def _send_after(plan: Plan, action: Action) -> Optional[Action]:
     """What is sent once ``action`` has run, if anything."""
-    kind = {Kind.F: Kind.SEND_F, Kind.B: Kind.SEND_B, Kind.I: Kind.SEND_B}.get(action.kind)
-    return _if_crossing(plan, action, kind)
+    return _if_crossing(plan, action, _SENDS.get(action.kind))
 
 
 def _recv_before(plan: Plan, action: Action) -> Optional[Action]:
     """What has to be received before ``action`` can run, if anything."""
-    kind = {Kind.F: Kind.RECV_F, Kind.B: Kind.RECV_B, Kind.I: Kind.RECV_B}.get(action.kind)
-    return _if_crossing(plan, action, kind)
+    return _if_crossing(plan, action, _RECEIVES.get(action.kind))
 
 
 def _if_crossing(plan: Plan, action: Action, kind: Optional[Kind]) -> Optional[Action]:

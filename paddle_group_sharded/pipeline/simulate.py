@@ -79,7 +79,8 @@ def check(plan: Plan) -> None:
 
     Proved are: every forward stands once and, unless the plan only evaluates, every backward once, whole or split;
     each action finds what it needs; both ends of each channel agree on the order of messages; nobody waits for ever.
-    So no message is left over either, since each has one compute that needs it.  A plan without transfers is checked as :func:`.lowering.add_transfers` makes it.
+    So no message is left over either, since each has one compute that needs it.  A plan without transfers is
+    checked as :func:`.lowering.add_transfers` completes it.
     """
     _Machine(plan, Costs()).run()
 

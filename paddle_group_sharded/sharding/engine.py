@@ -30,6 +30,10 @@ Layer = Any
 Tensor = Any
 
 
+# Frozen parameters of BatchNorm and SpectralNorm which every forward writes, on each rank from its own data.
+_STATISTICS = ("_mean", "_variance", "weight_u", "weight_v")
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """How a model is sharded."""
@@ -79,9 +83,7 @@ class Engine:
         self.params = [param for group in self.groups for param in group.params]
         self.by_id = {id(param.tensor): param for param in self.params}
         self.residency = Residency([g for g in self.groups if g.placements.param], self._pool)
-        self.reducer = GradReducer(
-            self.groups, comm, dp_comm, self.residency.on_grads_complete, self.residency.on_round_end
-        )
+        self.reducer = GradReducer(self.groups, comm, dp_comm, self.residency.on_round_end)
         self._broadcast_buffers()
         self._finalizer = weakref.finalize(self, _close_all, (comm, dp_comm))
         self.handles: Handles = install(self, layer)
@@ -119,12 +121,16 @@ class Engine:
 
     def _whole_param_ids(self, root: Layer) -> set[int]:
         chosen = self.config.whole_layers
-        return {
-            id(param)
-            for layer in root.sublayers(include_self=True)
-            if type(layer).__name__ in chosen or id(layer) in chosen
-            for param in layer.parameters()
-        }
+        ids: set[int] = set()
+        for layer in root.sublayers(include_self=True):
+            if type(layer).__name__ in chosen or id(layer) in chosen:
+                ids.update(id(param) for param in layer.parameters())
+            ids.update(
+                id(param)
+                for name, param in layer_params(layer).items()
+                if param is not None and param.stop_gradient and name in _STATISTICS
+            )
+        return ids
 
     def _broadcast_buffers(self) -> None:
         for name, buffer in self.layer.named_buffers():
@@ -147,6 +153,7 @@ class Engine:
     def finish_grads(self) -> None:
         """Make the gradients of this rank's pieces final.  Collective."""
         self.reducer.finish()
+        self.reducer.reduce_left()
 
     def publish(self) -> None:
         """The shards have new values: let every rank see them.  Collective."""
@@ -180,7 +187,6 @@ class Engine:
             yield
         finally:
             self.reducer.enabled = before
-            self.reducer.kept_back = True
 
     def refuse_sparse(self, param: ShardedParam) -> None:
         """Sparse gradients are not reduced."""

@@ -227,6 +227,8 @@ class ParamGroup:
         segments: list[Segment] = []
         for param in self.params:
             grad = take_grad(param.tensor) if param.expects_grad else None
+            if param.expects_grad and param.numel == 0:
+                param.reached = param.reached or has_grad(param.tensor)
             if grad is None:
                 segments.append(param.numel)
                 continue

@@ -73,6 +73,8 @@ class GradReadyHook:
             return
         if is_sparse(param.tensor):
             engine.refuse_sparse(param)
+        if param.group.placements.param:
+            engine.residency.on_grad(param)
         engine.reducer.mark_ready(param)
 
 
@@ -128,8 +130,8 @@ def _install_layer(
     def before(_: Layer, inputs: Any) -> None:
         residency.enter(groups)
 
-    def after(_: Layer, inputs: Any, outputs: Any) -> None:
-        residency.leave(outputs)
+    def after(called: Layer, inputs: Any, outputs: Any) -> None:
+        residency.leave(called, outputs)
 
     handles.add(layer.register_forward_pre_hook(before).remove)
     handles.add(layer.register_forward_post_hook(after).remove)

@@ -20,7 +20,8 @@ def copy_into(target: Tensor, value: Tensor) -> None:
     """Copy ``value`` into the memory of ``target`` (1-D, the same number of elements), casting where needed."""
     if target.dtype != value.dtype:
         value = value.astype(target.dtype)
-    target.copy_(value, False)
+    if target.size:
+        target.copy_(value, False)
 
 
 def accumulate(target: Tensor, value: Tensor) -> None:

@@ -18,7 +18,7 @@ import paddle
 from paddle import nn
 
 from ..comm.agreement import agree
-from ..errors import GroupShardedError, StateError
+from ..errors import GroupShardedError, StateError, UsageError
 from ..paddle_compat import (
     copy_options,
     flat_view,
@@ -166,7 +166,12 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
         rank = self._engine.comm.rank
         if self._whole:
             return {param: WholeUnit(param, self._master) for param in self._params if self._owners[param] == rank}
-        owned = (param for param in self._params if param.group.pieces[param.index] is not None)
+        # A parameter of no elements has no piece, but states as unsharded: they are rank 0's.
+        owned = (
+            param
+            for param in self._params
+            if param.group.pieces[param.index] is not None or (param.numel == 0 and rank == 0)
+        )
         return {param: PieceUnit(param, self._master, self.offload) for param in owned}
 
     # --------------------------------------------------------------------------------------------------------- step
@@ -175,7 +180,7 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
     def step(self) -> None:
         """Update the parameters of this rank's pieces and let every rank see them.  Collective."""
         engine = self._engine
-        engine.finish_grads()
+        engine.reducer.finish()  # _agree() asks for what is left
         if self._overflowed():
             self.__dict__["skipped_steps"] += 1
             _logger.warning(
@@ -213,23 +218,28 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
         self._optim._set_auxiliary_var(key, value)
 
     def _agree(self) -> tuple[list[ShardedParam], dict[ShardedParam, float]]:
-        """Which parameters have a gradient on any rank, and what clipping multiplies it by: one small all-reduce."""
+        """Which parameters have a gradient on any rank, and what clipping multiplies it by: one small all-reduce.
+
+        It also tells whether gradients are left on any rank; they are rare, and make it necessary to begin again.
+        """
         params = self._params
         comm, dp_comm = self._engine.comm, self._engine.dp_comm
         reached = [float(param.reached and param.expects_grad) for param in params]
         clipped = [param for group in self._groups if needs_norms(group.clip) for param in group.params]
         sums = [self._square_sum(param) for param in clipped]
-        vector = paddle.to_tensor(reached + sums, dtype="float64")
-        if vector.size:
-            comm.all_reduce(vector, "gradients used and their norms").wait()
-        values = vector.tolist() if vector.size else []
-        flags = values[: len(params)]
-        if dp_comm.world_size > 1 and params:
+        vector = paddle.to_tensor([float(bool(self._engine.reducer.left)), *reached, *sums], dtype="float64")
+        comm.all_reduce(vector, "gradients used and their norms").wait()
+        left, *values = vector.tolist()
+        flags = [left, *values[: len(params)]]
+        if dp_comm.world_size > 1:
             over_replicas = paddle.to_tensor(flags, dtype="float64")
             dp_comm.all_reduce(over_replicas, "gradients used", op="max").wait()
             flags = over_replicas.tolist()
+        if flags[0] > 0:
+            self._engine.reducer.reduce_left()
+            return self._agree()
         used = []
-        for param, flag in zip(params, flags):
+        for param, flag in zip(params, flags[1:]):
             param.reached = flag > 0
             if param.reached and param.expects_grad:
                 used.append(param)
@@ -289,7 +299,7 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
                 if isinstance(unit, WholeUnit):
                     slot = group.layout.slots[param.index]
                     grad = flat_view(full_grad, slot.start, slot.stop).reshape(unit.tensor.shape)
-                    grads[param] = grad.astype(unit.tensor.dtype) if grad.dtype != unit.tensor.dtype else grad.clone()
+                    grads[param] = grad if grad.dtype == unit.tensor.dtype else grad.astype(unit.tensor.dtype)
                     unit.load(group.full)
             group.release()
         plan = []
@@ -353,6 +363,10 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
         """:meth:`step`, for code that calls ``scaler.minimize(optimizer, scaled_loss)`` after ``backward()``."""
         self.step()
         return None, []
+
+    def apply_gradients(self, params_grads: Any) -> None:
+        """Refused: gradients are sharded, and Paddle's own method would step nothing of them."""
+        raise UsageError("apply_gradients() cannot see the sharded gradients; call step()")
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale all gradients so that their global norm is at most ``max_norm``; returns the norm before.  Collective.

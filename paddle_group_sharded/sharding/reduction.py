@@ -1,12 +1,13 @@
-"""When gradients are reduced: in rounds, one per backward pass, in one order that all ranks share.
+"""When gradients are reduced: in one order that all ranks share.
 
-A round is open from the first group that is ready to the last one that is issued.  A group is ready when Paddle has
-accumulated the gradient of each of its parameters; it is issued as soon as all groups before it in the order are.  What
-a backward pass did not reach (unused, branching) is settled with zeros at the next fixed point: the next forward of the
-model, no_sync(), a step, or clear_grad.  So every rank issues the same list, whatever its data.
+Between two fixed points (a forward of the model, no_sync(), a step, clear_grad) each group is issued at most once.  It
+is ready when Paddle has accumulated the gradient of each of its parameters, and is issued as soon as all groups before
+it in the order are.  What the backward passes did not reach (unused, branching) is settled with zeros at the next fixed
+point, so every rank issues the same list, whatever its data.
 
-A pass marks each parameter at most once, so the largest number of marks since the last fixed point is the number of
-passes, and of rounds that every rank owes.  (A layer that recompute runs twice counts as two passes, everywhere.)
+Gradients that come later (a second backward pass, a layer that recompute runs twice) stay with the parameters, as inside
+no_sync(), for the next time that their group is issued.  Before a step the ranks agree on what is left, since how often
+a layer was used may differ between them.
 """
 
 from __future__ import annotations
@@ -28,73 +29,56 @@ class GradReducer:
     """Issues the reductions of one model."""
 
     def __init__(
-        self,
-        groups: Sequence[ParamGroup],
-        comm: Comm,
-        dp_comm: Comm,
-        on_complete: Callable[[ParamGroup], None],
-        on_round_end: Callable[[], None],
+        self, groups: Sequence[ParamGroup], comm: Comm, dp_comm: Comm, on_round_end: Callable[[], None]
     ) -> None:
-        """Reduce over ``comm``, then average over ``dp_comm`` too; ``on_complete`` is told of each finished group."""
+        """Reduce over ``comm``, then average over ``dp_comm`` too."""
         self.enabled = True  # False inside no_sync()
-        self.kept_back = False  # no_sync() has left gradients that no round has reduced yet
         self.synchronous = False  # wait for each reduction where it is issued
         self._groups = list(groups)
         self._order = list(reversed(groups))  # backward meets the last layers first, until it is known better
         self._comm = comm
         self._dp_comm = dp_comm
-        self._on_complete = on_complete
         self._on_round_end = on_round_end
+        self._open = False  # a gradient has come since the last fixed point
         self._ready: dict[ParamGroup, set[int]] = {}
-        self._kept: dict[ParamGroup, set[int]] = {}  # the same inside no_sync(), where nothing is issued
-        self._marks: dict[ShardedParam, int] = {}  # since the last fixed point
-        self._passes = 0  # the largest of them
-        self._closed = 0  # rounds since the last fixed point
         self._expected: dict[ParamGroup, int] = {}
-        self._issued: set[ParamGroup] = set()
+        self._issued: set[ParamGroup] = set()  # since the last fixed point
         self._in_flight: deque[tuple[Work, ParamGroup]] = deque()
         self._unreplicated: dict[ParamGroup, None] = {}  # reduced, but not yet averaged over dp_comm
-        self._rounds = 0  # issued since the last finish()
+        self._rounds = 0  # since the last step
         self._observed: list[ParamGroup] = []  # in which order the first backward completed them
         self._order_agreed = False
-
-    @property
-    def round_open(self) -> bool:
-        """Whether some gradients of a backward pass wait for others."""
-        return self._passes > self._closed
 
     def mark_ready(self, param: ShardedParam) -> None:
         """The gradient of ``param`` has been accumulated in this backward pass."""
         group = param.group
+        if not self.enabled:
+            return
+        self._open = True
+        if group in self._issued:
+            return
         if group not in self._expected:
             self._expected[group] = sum(member.expects_grad for member in group.params)
-        ready = (self._ready if self.enabled else self._kept).setdefault(group, set())
+        ready = self._ready.setdefault(group, set())
         ready.add(param.index)
-        if self.enabled:
-            self._marks[param] = self._marks.get(param, 0) + 1
-            self._passes = max(self._passes, self._marks[param])
-        if len(ready) < self._expected[group]:
-            return
-        self._on_complete(group)
-        if not self.enabled:
-            self._kept.pop(group)
-            return
-        if not self._order_agreed and group not in self._observed:
-            self._observed.append(group)
-        self._advance()
+        if len(ready) == self._expected[group]:
+            if not self._order_agreed and group not in self._observed:
+                self._observed.append(group)
+            self._advance()
 
     def _complete(self, group: ParamGroup) -> bool:
         return len(self._ready.get(group, ())) == self._expected.get(group, -1)
 
     def _advance(self) -> None:
         """Issue what is ready and next in the order."""
-        waiting = [group for group in self._order if group not in self._issued and group.expects_grad]
-        for group in waiting:
+        for group in self._waiting():
             if not self._complete(group):
                 return
             self._issue(group)
-        if waiting:
-            self._end_round()
+        self._end_round()
+
+    def _waiting(self) -> list[ParamGroup]:
+        return [group for group in self._order if group not in self._issued and group.expects_grad]
 
     def _issue(self, group: ParamGroup) -> None:
         if len(self._in_flight) >= MAX_IN_FLIGHT:
@@ -114,51 +98,59 @@ class GradReducer:
     def _end_round(self) -> None:
         while self._in_flight:  # no full gradient outlives its backward pass
             self._absorb_oldest()
-        self._issued.clear()
         self._rounds += 1
-        self._closed += 1
-        self.kept_back = False
         self._on_round_end()
-        if self._ready:  # of groups that another pass has reached already
-            self._advance()
 
-    def _settle_round(self) -> None:
-        for group in self._order:
-            if group not in self._issued and group.expects_grad:
-                self._issue(group)
+    def _issue_all(self, groups: Sequence[ParamGroup]) -> None:
+        for group in groups:
+            self._issue(group)
         self._end_round()
 
     def settle(self) -> None:
-        """A fixed point: close the rounds of all passes so far, with zeros for what was not reached.  Collective."""
-        while self.round_open:
-            self._settle_round()
+        """A fixed point: issue what the passes so far have not, with zeros for what they did not reach.  Collective."""
+        waiting = self._waiting() if self._open else []
+        if waiting:
+            self._issue_all(waiting)
+        self._open = False
+        self._issued.clear()
         self._ready.clear()
-        self._kept.clear()
-        self._marks.clear()
         self._expected.clear()
-        self._passes = self._closed = 0
 
     def finish(self) -> None:
-        """Make every gradient final.  Collective.
+        """Reduce every gradient that ranks in step with each other can have, at least once since the last step.
 
-        A round is added where none was issued since the last step, and for gradients that were kept local.
+        Collective.  :meth:`reduce_left` makes them final.
         """
         self.settle()
-        if self._rounds == 0 or self.kept_back or not self.enabled or self._holds_local_grads():
-            self._settle_round()
-            self.settle()
-        if self._dp_comm.world_size > 1:
-            self._average_over_replicas()
+        if self._rounds == 0:
+            self._issue_all(self._waiting())
+            self._issued.clear()
+        self._average_over_replicas()
         self._agree_order()
 
-    def _holds_local_grads(self) -> bool:
-        """Whether a backward pass has left gradients that no round has taken; where gradients are whole, each does."""
-        return any(
-            has_grad(param.tensor) for group in self._groups for param in group.params if param.expects_grad
-        )
+    @property
+    def left(self) -> list[int]:
+        """The groups, by number, of gradients that this rank still holds by itself."""
+        return [
+            number
+            for number, group in enumerate(self._groups)
+            if any(param.expects_grad and has_grad(param.tensor) for param in group.params)
+        ]
+
+    def reduce_left(self) -> None:
+        """Reduce what any rank has :attr:`left`.  Collective."""
+        numbers = self.left
+        for comm in (self._comm, self._dp_comm):
+            numbers = sorted(set().union(*comm.exchange(numbers, "gradients left to reduce")))
+        if numbers:
+            self._issue_all([self._groups[number] for number in numbers])
+            self._issued.clear()
+            self._average_over_replicas()
 
     def _average_over_replicas(self) -> None:
         """The replicas' sums become one average; averaging what is averaged already changes nothing."""
+        if self._dp_comm.world_size == 1:
+            self._unreplicated.clear()
         for group in self._groups:  # the order of completion may differ between replicas
             if group not in self._unreplicated:
                 continue
@@ -188,5 +180,4 @@ class GradReducer:
         """Forget what is under way, because the gradients are dropped.  Collective where a round is open."""
         self.settle()
         self._unreplicated.clear()
-        self.kept_back = False
         self._rounds = 0

@@ -5,22 +5,25 @@ one of its parameters is read inside another layer's call, and belongs to the in
 frame uses it any more it is idle, and an idle group is released when the next one is gathered, so neighbours that share
 a group, and a layer called twice, cost one gather.
 
-Backward needs the weights again: every frame that used groups registers a hook on its output tensors, which gathers
-them before the layer's own backward runs.  Such a group stays until its gradients are complete.  Two kinds cannot be
-told in that way: a frame that hands no differentiable tensor to its caller (it may keep one in an attribute), and a
-read outside any frame; their groups stay until the step.
+Backward needs the weights again: every frame that used groups registers a hook on its output tensors, and on those that
+a user's layer keeps in its attributes (auxiliary losses), which gathers them before the layer's own backward runs.  Such
+a group stays until its gradients are complete.  Two kinds cannot be told in that way: a frame that leaves no
+differentiable tensor behind, and a read outside any frame; their groups stay until the step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import paddle
 
+from ..paddle_compat import on_backward_end
 from .buffers import BufferPool
 from .group import GroupState, ParamGroup
-from .tree import tensors_in
+from .param import ShardedParam
+from .tree import tensors_in, tensors_kept_by
 
 __all__ = ["Residency"]
 
@@ -47,6 +50,7 @@ class Residency:
         self._frames: list[Frame] = []
         self._idle: dict[ParamGroup, None] = {}
         self._held: dict[ParamGroup, None] = {}
+        self._awaited: dict[ParamGroup, set[int]] = {}  # by the backward pass under way: slots without gradient so far
         self._pinned: dict[ParamGroup, int] = {}  # by gathered(); how many contexts show it
         self._trace: list[ParamGroup] = []  # gathers of this step, in order
         self._expected: list[ParamGroup] = []  # those of the step before: what is fetched ahead
@@ -77,13 +81,13 @@ class Residency:
             self._idle.pop(group, None)
             self._gather(group)
 
-    def leave(self, outputs: Any) -> None:
-        """The innermost call has returned ``outputs``."""
+    def leave(self, layer: Any, outputs: Any) -> None:
+        """The innermost call, of ``layer``, has returned ``outputs``."""
         if not self._frames:
             return  # the frames were reset by an error in between
         frame = self._frames.pop()
         if frame.groups and paddle.is_grad_enabled():
-            self._prepare_backward(frame, outputs)
+            self._prepare_backward(frame, chain(tensors_in(outputs), tensors_kept_by(layer)))
         for group in frame.groups:
             group.users -= 1
             if group.users == 0 and group not in self._held:
@@ -93,11 +97,11 @@ class Residency:
             self._pool.trim()
             self._trace.clear()  # only steps end a trace otherwise, and there may be none to come
 
-    def _prepare_backward(self, frame: Frame, outputs: Any) -> None:
+    def _prepare_backward(self, frame: Frame, results: Iterable[Tensor]) -> None:
         outer = frame.has_children
         groups = tuple(frame.groups)
         hooked = False
-        for tensor in tensors_in(outputs):
+        for tensor in results:
             if not tensor.stop_gradient and not tensor.is_leaf:
                 tensor.register_hook(self._backward_hook(groups, outer))
                 hooked = True
@@ -144,8 +148,21 @@ class Residency:
                 del self._idle[group]
                 group.release()
 
-    def on_grads_complete(self, group: ParamGroup) -> None:
-        """Backward has no more use for ``group``."""
+    def on_grad(self, param: ShardedParam) -> None:
+        """The backward pass under way has finished with ``param``; with the last of its group's, with the group.
+
+        Only gradients of one and the same pass count: a pass may reach a part of a group that another has not.
+        """
+        if not self._awaited:
+            on_backward_end(self._awaited.clear)
+        group = param.group
+        if group not in self._awaited:
+            self._awaited[group] = {member.index for member in group.params if member.expects_grad}
+        self._awaited[group].discard(param.index)
+        if not self._awaited[group]:
+            self._end_use(group)
+
+    def _end_use(self, group: ParamGroup) -> None:
         self._held.pop(group, None)
         if group.users == 0 and group not in self._pinned:
             self._idle.pop(group, None)

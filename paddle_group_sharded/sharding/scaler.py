@@ -38,6 +38,14 @@ class ShardedGradScaler(GradScaler):  # type: ignore[misc]
         self.skipped_steps += int(found)
         state["state"] = type(state["state"]).UNSCALED
 
+    def _update(self) -> None:
+        if not self._enable:
+            return
+        # Paddle prints the scale as a Python float when it falls; NumPy 2.4 makes one of a scalar only.
+        self._scale = self._scale.reshape([])
+        super()._update()
+        self._scale = self._scale.reshape([1])
+
     def unscale_(self, optimizer: Any) -> None:
         """Divide the gradients by the scale; every rank learns whether any rank's overflowed.  Collective."""
         self._unscale(optimizer)

@@ -64,7 +64,7 @@ def whole_shape(spec: StateSpec, shape: Iterable[int]) -> list[int]:
 def slice_state(spec: StateSpec, whole: Tensor, numel: int, start: int, stop: int) -> Tensor:
     """The state of elements ``start`` to ``stop`` of a parameter with ``numel`` elements, as memory of its own."""
     if spec.scalar or spec.shape is not None:
-        return whole.clone()
+        return whole.clone() if whole.size else whole
     rows = int(np.prod(spec.lead, dtype=np.int64))
     piece = paddle.empty([rows * (stop - start)], dtype=whole.dtype)
     for row in range(rows):

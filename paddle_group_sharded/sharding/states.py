@@ -209,7 +209,8 @@ class StateTable:
         label = f"state {spec.name} of {group.name}"
         if self._whole_units:
             for param in params:
-                yield param, self._from_owner(param, self.state_of(param, spec.name), spec, label)
+                own_spec = self.specs(param)[spec.name]  # its shape is that of this parameter's state
+                yield param, self._from_owner(param, self.state_of(param, spec.name), own_spec, label)
             return
         if spec.scalar:
             own = [(param.index, self.state_of(param, spec.name)) for param in params]
@@ -231,7 +232,8 @@ class StateTable:
                 parts[param].append(whole)
         if keep:
             for param in params:
-                yield param, paddle.concat(parts[param]).reshape(whole_shape(spec, param.tensor.shape))
+                shape = whole_shape(spec, param.tensor.shape)
+                yield param, (paddle.concat(parts[param]).reshape(shape) if param.numel else paddle.zeros(shape))
 
     def _join(
         self,
@@ -253,9 +255,8 @@ class StateTable:
         if not keep:
             return []
         slots = group.layout.slots
-        return [
-            (param, flat_view(full, slots[param.index].start, slots[param.index].stop).clone()) for param in pieces
-        ]
+        views = [(param, flat_view(full, slots[param.index].start, slots[param.index].stop)) for param in pieces]
+        return [(param, view.clone() if param.numel else view) for param, view in views]
 
     def _whole_masters(
         self, group: ParamGroup, params: list[ShardedParam], keep: bool
@@ -272,7 +273,7 @@ class StateTable:
 
     def _from_owner(self, param: ShardedParam, own: Optional[Tensor], spec: StateSpec, label: str) -> Tensor:
         owner = self._owners[param]
-        if self._engine.comm.rank == owner and own is not None:
+        if self._engine.comm.rank == owner and own is not None and own.size:
             value = own.clone()
         else:
             value = paddle.zeros(whole_shape(spec, param.tensor.shape)).astype(spec.dtype)

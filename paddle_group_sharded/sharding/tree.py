@@ -8,7 +8,20 @@ from typing import Any
 
 import paddle
 
-__all__ = ["tensors_in"]
+__all__ = ["tensors_in", "tensors_kept_by"]
+
+_OF_EVERY_LAYER = frozenset(vars(paddle.nn.Layer()))
+MAX_ITEMS = 64  # a larger container in an attribute of a layer is a table of some kind, not a list of losses
+
+
+def tensors_kept_by(layer: Any) -> Iterator[Any]:
+    """Yield the tensors in the attributes that a user's layer has beside those of every layer: auxiliary losses."""
+    if type(layer).__module__.startswith("paddle."):
+        return
+    for name, value in vars(layer).items():
+        is_small = isinstance(value, (list, tuple, Mapping)) and len(value) <= MAX_ITEMS
+        if (is_small or isinstance(value, paddle.Tensor)) and name not in _OF_EVERY_LAYER:
+            yield from tensors_in(value)
 
 
 def tensors_in(value: Any) -> Iterator[Any]:

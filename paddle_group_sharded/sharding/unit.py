@@ -14,7 +14,7 @@ keys of the state are those of an unsharded run.
 
 from __future__ import annotations
 
-from typing import Any, Optional
+from typing import Any
 
 import paddle
 
@@ -33,24 +33,25 @@ class PieceUnit:
     def __init__(self, param: ShardedParam, master: bool, host: bool) -> None:
         """Step in place, unless ``master`` (a float32 copy of a 16-bit piece) or ``host`` asks for a copy."""
         piece = param.group.pieces[param.index]
-        if piece is None:
+        if piece is None and param.numel:
             raise ValueError(f"rank owns no piece of {param}")
         self.param = param
-        self.start, self.stop = piece.start, piece.stop
+        self.start, self.stop = (piece.start, piece.stop) if piece is not None else (0, 0)
         self.is_master = master and param.group.dtype in LOW_PRECISION
         self.on_host = host and not param.group.shard.place.is_cpu_place()
         self.is_copy = self.is_master or host
         dtype = paddle.float32 if self.is_master else param.group.dtype
-        self.tensor = new_param(param.tensor, [piece.numel], dtype)
+        self.tensor = new_param(param.tensor, param.tensor.shape if piece is None else [piece.numel], dtype)
         self.refresh()
 
     def refresh(self) -> None:
         """Take the values of the shard."""
+        if self.start == self.stop:
+            return
         own: Tensor = self.param.group.shard_view(self.param.index)
         if self.is_copy:
-            value = own.astype(self.tensor.dtype)
-            value = value.cpu() if self.on_host else value if self.is_master else value.clone()
-            bind_view(self.tensor, value, 0, self.stop - self.start)
+            value = _master(own, self.tensor) if self.is_master else own.clone()
+            bind_view(self.tensor, value.cpu() if self.on_host else value, 0, self.stop - self.start)
         else:
             bind_view(self.tensor, own, 0, self.stop - self.start)
 
@@ -65,7 +66,7 @@ class PieceUnit:
 
     def store(self) -> None:
         """Bring the stepped values into the shard."""
-        if self.is_copy:
+        if self.is_copy and self.start < self.stop:
             copy_into(self.param.group.shard_view(self.param.index), flat_view(self.tensor))
 
 
@@ -86,9 +87,9 @@ class WholeUnit:
         slot = self.param.group.layout.slots[self.param.index]
         value = flat_view(full, slot.start, slot.stop)
         if not self.is_master:
-            value = value.clone()
+            value = value.clone() if self.stop else value
         elif self.stale or not has_memory(self.tensor):
-            value = value.astype(paddle.float32)
+            value = _master(value, self.tensor)
         else:
             return
         bind_view(self.tensor, value, 0, self.stop)
@@ -100,4 +101,12 @@ class WholeUnit:
         copy_into(flat_view(full, slot.start, slot.stop), flat_view(self.tensor))
 
 
-Unit = Optional[PieceUnit]
+def _master(value: Tensor, master: Tensor) -> Tensor:
+    """``value`` as float32; elements that still are what ``master`` was rounded to keep the digits of ``master``."""
+    exact = value.astype(paddle.float32)
+    if not has_memory(master):
+        return exact
+    known = flat_view(master)
+    if not value.place.is_cpu_place():  # with offload the master is on the host
+        known = paddle.to_tensor(known, place=value.place)
+    return paddle.where(known.astype(value.dtype).astype(paddle.float32) == exact, known, exact)

@@ -1,4 +1,4 @@
-"""What several tests of the pipeline's pure parts draw from: plans, and an independent account of what depends on what."""
+"""What several tests draw from: plans, and an account of what depends on what that is independent of the package."""
 
 from __future__ import annotations
 

@@ -117,6 +117,8 @@ def test_a_plan_has_work_for_all_that_it_announces() -> None:
 
 def test_peer_is_none_where_nothing_is_transferred() -> None:
     v_shaped = Plan.parse("rank 0: 0F0 3F0\nrank 1: 1F0 2F0")
-    peers = {text: v_shaped.peer(Action.parse(text)) for text in ("0SEND_F0", "1SEND_F0", "3SEND_F0", "0RECV_F0", "2SEND_F0")}
+    peers = {
+        text: v_shaped.peer(Action.parse(text)) for text in ("0SEND_F0", "1SEND_F0", "3SEND_F0", "0RECV_F0", "2SEND_F0")
+    }
     assert peers == {"0SEND_F0": 1, "1SEND_F0": None, "3SEND_F0": None, "0RECV_F0": None, "2SEND_F0": 0}
     assert v_shaped.stages_of(0) == (0, 3)

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from paddle_group_sharded.pipeline.partition import best_cuts, even_sizes
 
 weights = st.lists(
-    st.integers(0, 9) | st.fractions(0, 5, max_denominator=7) | st.floats(0, 1e6, allow_nan=False), min_size=1, max_size=9
+    st.integers(0, 9) | st.fractions(0, 5, max_denominator=7) | st.floats(0, 1e6, allow_nan=False),
+    min_size=1,
+    max_size=9,
 )
 
 

@@ -14,8 +14,7 @@ from unittests.pipeline.cases import scheduled_plans
 
 def test_grid_of_gpipe() -> None:
     assert grid(gpipe(2, 2)) == (
-        "rank 0 | 0F0 0F1  .   .   .  0B0 --- 0B1 ---\n"
-        "rank 1 |  .  1F0 1F1 1B0 --- 1B1 ---  .   ."
+        "rank 0 | 0F0 0F1  .   .   .  0B0 --- 0B1 ---\nrank 1 |  .  1F0 1F1 1B0 --- 1B1 ---  .   ."
     )
 
 
@@ -32,8 +31,7 @@ def test_a_column_is_what_divides_all_times() -> None:
 def test_a_column_of_measured_times_is_the_shortest_action() -> None:
     plan = Plan.parse("rank 0: 0F0 0B0\nrank 1: 1F0 1B0")
     assert grid(timeline(plan, Costs(0.1, 0.3, 0.01))) == (
-        "rank 0 | 0F0  .   .   .   .  0B0 --- ---\n"
-        "rank 1 |  .  1F0 1B0 --- ---  .   .   ."
+        "rank 0 | 0F0  .   .   .   .  0B0 --- ---\nrank 1 |  .  1F0 1B0 --- ---  .   .   ."
     )
 
 

@@ -1,4 +1,4 @@
-"""The closed forms and the table are those of the papers: GPipe 1811.06965, Megatron 2104.04473, zero bubble 2401.10241."""
+"""Closed forms and table of the papers: GPipe 1811.06965, interleaving 2104.04473, zero bubble 2401.10241."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ TABLE = """
 """
 
 
-@pytest.mark.parametrize("row", [line.split() for line in TABLE.strip().splitlines()], ids=lambda row: f"p{row[0]}-m{row[1]}")
+@pytest.mark.parametrize(
+    "row", [line.split() for line in TABLE.strip().splitlines()], ids=lambda row: f"p{row[0]}-m{row[1]}"
+)
 def test_published_table(row: list[str]) -> None:
     p, m = int(row[0]), int(row[1])
     plans = [gpipe(p, m), one_f_one_b(p, m), interleaved(p, m, 2), interleaved(p, m, 4), zb_h1(p, m)]
@@ -116,7 +118,9 @@ def test_interleaved(p: int, v: int) -> None:
 def test_gpipe_with_chunks(p: int, v: int) -> None:
     for m in (1, 2, 3, 5, 8, 13, 32):
         time = timeline(gpipe(p, m, v))
-        assert time.bubble_fraction == (Fraction(p - 1, v * m + p - 1) if m >= p else 1 - Fraction(v * m, v * p + m - 1))
+        assert time.bubble_fraction == (
+            Fraction(p - 1, v * m + p - 1) if m >= p else 1 - Fraction(v * m, v * p + m - 1)
+        )
         assert [time.peak_live(rank) for rank in range(p)] == [m] * p
 
 
@@ -124,7 +128,10 @@ def test_gpipe_with_chunks(p: int, v: int) -> None:
 @pytest.mark.parametrize(("f", "i", "w"), [(2, 2, 1), (3, 2, 1), (5, 3, 0), (3, 3, 3), (2, 3, 2), (4, 5, 1)])
 def test_bubbles_for_other_costs(p: int, f: int, i: int, w: int) -> None:
     costs, m = Costs(f, i, w), 2 * p + 1
-    bubble = {schedule: timeline(schedule(p, m, 1), costs).duration - m * (f + i + w) for schedule in (gpipe, one_f_one_b, zb_h1)}
+    bubble = {
+        schedule: timeline(schedule(p, m, 1), costs).duration - m * (f + i + w)
+        for schedule in (gpipe, one_f_one_b, zb_h1)
+    }
     assert bubble == {gpipe: (p - 1) * (f + i + w), one_f_one_b: (p - 1) * (f + i + w), zb_h1: (p - 1) * (f + i - w)}
     chunks = timeline(interleaved(p, m, 3), Costs.per_rank(3, f, i, w))
     assert chunks.duration - m * (f + i + w) == Fraction((p - 1) * (f + i + w), 3)
@@ -184,7 +191,9 @@ def test_a_plan_may_be_ready_made_or_a_function_or_a_file(tmp_path: Path) -> Non
 
 
 def test_a_plan_of_other_sizes_is_refused_with_both() -> None:
-    with pytest.raises(UsageError, match="2 ranks, 3 micro-batches and 2 virtual stages.* 2 stages with 1 chunks .* 4 micro"):
+    with pytest.raises(
+        UsageError, match="2 ranks, 3 micro-batches and 2 virtual stages.* 2 stages with 1 chunks .* 4 micro"
+    ):
         make_plan(zb_h1(2, 3), 2, 4)
 
 

@@ -22,7 +22,8 @@ GPT = ["Embedding", *["Block"] * 6, "LayerNorm", "Linear"]
 
 
 @pytest.mark.parametrize(
-    ("layers", "stages", "bounds"), [(10, 4, (0, 2, 4, 7, 10)), (15, 2, (0, 7, 15)), (8, 2, (0, 4, 8)), (3, 3, (0, 1, 2, 3))]
+    ("layers", "stages", "bounds"),
+    [(10, 4, (0, 2, 4, 7, 10)), (15, 2, (0, 7, 15)), (8, 2, (0, 4, 8)), (3, 3, (0, 1, 2, 3))],
 )
 def test_uniform_gives_what_is_over_to_the_last_stages(layers: int, stages: int, bounds: tuple[int, ...]) -> None:
     assert uniform(layers, stages).bounds == bounds
@@ -87,7 +88,9 @@ def test_matches_per_stage_differ_by_one_and_no_stage_is_empty(names: list[str],
 
 
 def test_a_pattern_that_matches_nothing_is_answered_with_the_class_names() -> None:
-    with pytest.raises(UsageError, match="'layer:Blok' matches none of the classes in the list: Embedding, Block, LayerNorm, Linear"):
+    with pytest.raises(
+        UsageError, match="'layer:Blok' matches none of the classes in the list: Embedding, Block, LayerNorm, Linear"
+    ):
         segment(GPT, 2, "layer:Blok")
     with pytest.raises(UsageError, match="not a regular expression"):
         segment(GPT, 2, "layer:(")
@@ -128,7 +131,9 @@ def test_an_embedding_may_count_double() -> None:
     assert by_class_weight(GPT, {}, 3).bounds == (0, 3, 6, 9)
     assert by_class_weight(GPT, {"Embedding": 4}, 3).bounds == (0, 1, 5, 9)
     assert segment(GPT, 2, {"Block": 1, "*": 0}).totals([name == "Block" for name in GPT]) == (3, 3)
-    with pytest.raises(UsageError, match="class weights name Emb, but the classes are Embedding, Block, LayerNorm, Linear"):
+    with pytest.raises(
+        UsageError, match="class weights name Emb, but the classes are Embedding, Block, LayerNorm, Linear"
+    ):
         by_class_weight(GPT, {"Emb": 2}, 2)
 
 
@@ -189,7 +194,9 @@ def test_numbers_of_parts_are_whole(stages: int, chunks: int) -> None:
 
 
 def test_unknown_methods_are_answered_with_the_known() -> None:
-    with pytest.raises(UsageError, match="unknown method 'unifrom'; there are 'uniform', 'layer:<regex>', 'parameters'"):
+    with pytest.raises(
+        UsageError, match="unknown method 'unifrom'; there are 'uniform', 'layer:<regex>', 'parameters'"
+    ):
         segment(GPT, 2, "unifrom")
 
 

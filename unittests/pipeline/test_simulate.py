@@ -123,7 +123,8 @@ def test_long_rows_are_shown_around_the_step_only() -> None:
     first = " ".join([f"0F{m}" for m in range(30)] + [f"0B{m}" for m in range(30)])
     last = " ".join([f"1B{m}" if m == 20 else f"1F{m} 1B{m}" for m in range(30)]) + " 1F20"
     assert refusal(f"rank 0: {first}\nrank 1: {last}").splitlines()[2:] == [
-        "  rank 1: ... 1B18 1SEND_B18 1RECV_F19 1F19 1B19 1SEND_B19 >>1B20<< 1SEND_B20 1RECV_F20 1RECV_F21 1F21 1B21 1SEND_B21 ...",
+        "  rank 1: ... 1B18 1SEND_B18 1RECV_F19 1F19 1B19 1SEND_B19 >>1B20<< "
+        "1SEND_B20 1RECV_F20 1RECV_F21 1F21 1B21 1SEND_B21 ...",
         "          needs 1F20 before it",
     ]
 
@@ -139,7 +140,10 @@ def test_long_rows_are_shown_around_the_step_only() -> None:
         ("rank 0: 0F0 0W0 0I0", "0W0 of rank 0 comes too early(.|\n)*needs 0I0"),
         ("rank 0: 0F0 1F0 0B0 1B0", "0B0 of rank 0 comes too early(.|\n)*needs 1B0"),
         ("rank 0: 0F0 0REDUCE 0B0", "0REDUCE of rank 0 comes too early(.|\n)*needs 0B0"),
-        ("rank 0: 0F0 0SEND_F0 0I0 0W0\nrank 1: 1RECV_F0 1F0 1B0 1SEND_B0", "0I0 of rank 0 .*early(.|\n)*needs 0RECV_B0"),
+        (
+            "rank 0: 0F0 0SEND_F0 0I0 0W0\nrank 1: 1RECV_F0 1F0 1B0 1SEND_B0",
+            "0I0 of rank 0 .*early(.|\n)*needs 0RECV_B0",
+        ),
         ("rank 0: 0F0 0SEND_F0\nrank 1: 1F0", "1F0 of rank 1 comes too early(.|\n)*needs 1RECV_F0"),
         ("rank 0: 0F0 0SEND_F0 0F1 0SEND_F1\nrank 1: 1RECV_F0 1F0 1F1", "1F1 of rank 1 comes too early"),
         ("rank 0: 0F0\nrank 1: 1RECV_F0 1F0", "waits for 0SEND_F0, which rank 0 does not have; add it there"),

@@ -65,7 +65,9 @@ def test_an_evaluation_keeps_one_micro_batch() -> None:
 
 @given(runnable_plans())
 def test_peaks_depend_on_the_order_alone(plan: Plan) -> None:
-    peaks = [[timeline(plan, costs).peak_live(rank) for rank in range(plan.num_ranks)] for costs in (Costs(), Costs(0, 0, 0))]
+    peaks = [
+        [timeline(plan, costs).peak_live(rank) for rank in range(plan.num_ranks)] for costs in (Costs(), Costs(0, 0, 0))
+    ]
     assert peaks[0] == peaks[1]
 
 

@@ -55,8 +55,8 @@ class Program(Case):
     def build(self) -> nn.Layer:
         return Branches()
 
-    def train_step(self, run: Run, batch: Any) -> None:
-        self.run, self.calls = run, 0
+    def train_step(self, run: Run, batch: Any) -> float:
+        self.run, self.calls, self.total = run, 0, 0.0
         with contextlib.ExitStack() as contexts:
             opened: list[contextlib.ExitStack] = []
             for letter in self.text:
@@ -68,11 +68,14 @@ class Program(Case):
                     opened.pop().close()
                 else:
                     getattr(self, f"do_{letter}")()
+        return self.total
 
     def forward(self, **options: Any) -> Tensor:
         self.calls += 1
         batch = self.batch(self.run.rank, 10 * self.run.step + self.calls)
-        return self.run.model(batch, **{"branch": True, **options}).square().mean()
+        loss = self.run.model(batch, **{"branch": True, **options}).square().mean()
+        self.total += float(loss.item())
+        return loss
 
     def do_b(self) -> None:
         self.forward().backward()
@@ -121,10 +124,10 @@ class Program(Case):
 
 
 def parity(programs: list[str], steps: int = 10, **arguments: Any) -> dict[str, dict[str, float]]:
-    """The largest difference of the weights from those of plain layers whose gradients are averaged."""
+    """The largest difference of losses and weights from those of plain layers whose gradients are averaged."""
     results = {text: compare(Program(text, **arguments), LEVELS, steps) for text in programs}
     return {
-        text: {level: difference.weights for level, difference in by_level.items()}
+        text: {level: max(difference) for level, difference in by_level.items()}
         for text, by_level in results.items()
     }
 

@@ -18,7 +18,7 @@ Build = Callable[[nn.Layer], Any]
 
 
 class Net(nn.Layer):
-    """Odd sizes, a tied weight, a frozen layer, an unused layer, a parameter of one element, parameters not optimized."""
+    """Odd sizes, a tied weight, a frozen layer, an unused layer, a parameter of one element."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,6 @@ class OptimCase(Case):
         build: Build,
         reference: str = DATA_PARALLEL,
         net: Callable[[], nn.Layer] = Net,
-        before_wrap: Optional[Callable[[Run], None]] = None,
         after_step: Optional[Callable[[Run], None]] = None,
         **arguments: Any,
     ) -> None:
@@ -69,7 +68,7 @@ class OptimCase(Case):
 
 
 class Outcome(NamedTuple):
-    """What a training leaves: losses, weights by structured name, optimizer states by key, the rate and the scheduler."""
+    """What a training leaves behind; weights by structured name, states by the keys of the optimizer."""
 
     losses: list[float]
     weights: dict[str, np.ndarray]

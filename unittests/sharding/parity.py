@@ -50,6 +50,7 @@ class Run:
         fresh()
         self.mode = mode
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.arguments = case.arguments
         self.step = 0
         self.losses: list[float] = []
         self.layer = case.build()
@@ -73,6 +74,10 @@ class Run:
             average_grads(self.layer)
         self.optimizer.step()
         self.optimizer.clear_grad()
+        if self.mode == "p_g_os" and self.world_size > 1 and not self.arguments:
+            whole = [param.name for param in self.layer.parameters() if param.size and param._is_initialized()]
+            if whole:
+                raise AssertionError(f"not released after the step: {whole}")
 
     def state(self) -> dict[str, np.ndarray]:
         """Weights and buffers; a sharded model also has to give them back to the plain layer."""

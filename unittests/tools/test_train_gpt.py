@@ -7,13 +7,12 @@ from __future__ import annotations
 import os
 import pickle
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, Optional
 
 import numpy as np
 import pytest
+from launching import launch  # runs a subprocess
 
 from unittests.tools import TOOLS
 
@@ -27,19 +26,16 @@ class Run:
 
     def __init__(self, folder: Path, ranks: int, *arguments: str) -> None:
         self.folder = folder
-        launch = "-m paddle.distributed.launch --log_level ERROR --log_dir log --nproc_per_node".split()
-        command = [sys.executable, *([*launch, str(ranks)] if ranks > 1 else [])]
         folder.mkdir(parents=True, exist_ok=True)
-        ended = subprocess.run(
-            [*command, str(TOOLS / "train_gpt.py"), "--save", str(folder), *arguments],
+        self.status, self.output = launch(
+            TOOLS / "train_gpt.py",
+            *["--save", str(folder), *arguments],
+            ranks=ranks,
+            log_dir=folder / "log",
+            timeout=240,
             cwd=folder,
             env={**os.environ, "PYTHONPATH": str(TOOLS.parent), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=240,
         )
-        self.status, self.output = ended.returncode, ended.stdout
 
     def number(self, label: str) -> float:
         """The first number after ``label`` and blanks."""

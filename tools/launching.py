@@ -1,0 +1,35 @@
+"""Start a script on several ranks from Python, and leave none of them behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Optional
+
+__all__ = ["launch"]
+
+GRACE_SECONDS = 15  # that Paddle's launcher gets to end its trainers, which nobody else would
+
+
+def launch(
+    script: Path, *arguments: str, ranks: int, log_dir: Path, timeout: Optional[float] = None, **popen: Any
+) -> tuple[int, str]:
+    """Run ``script`` under Paddle's launcher, or as it is on one rank; its exit status, and what rank 0 printed.
+
+    Raises ``subprocess.TimeoutExpired`` after ``timeout`` seconds, when every rank has been ended.
+    """
+    launcher = ["-m", "paddle.distributed.launch", "--log_level", "ERROR", "--log_dir", str(log_dir)]
+    launcher += ["--nproc_per_node", str(ranks)]
+    command = [sys.executable, *(launcher if ranks > 1 else []), str(script), *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **popen)
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except BaseException:
+        process.terminate()  # not kill(): the launcher would end without its trainers
+        try:
+            process.communicate(timeout=GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        raise
+    return process.returncode, output
