@@ -19,7 +19,7 @@ from .errors import CheckpointError, GroupShardedError, UsageError
 from .paddle_files import FileSet, read_file
 from .plain_optimizer import prepare_plain_optimizer
 from .sharding.engine import Engine
-from .sharding.matching import split_key
+from .sharding.matching import MASTER_SUFFIX, split_key
 from .sharding.model import ShardedModel
 from .sharding.optimizer import ShardedOptimizer
 from .sharding.whole import as_tensor, plain_state, state_problems, whole_params
@@ -121,7 +121,7 @@ def _optimizer_entries(state: dict[str, Any]) -> dict[str, Any]:
     special = ("LR_Scheduler", "master_weights")
     if "master_weights" not in state:
         return {**state, _NAME_TABLE: {name: name for name in state if name not in special}}
-    masters = {name: (name, array) for name, array in state["master_weights"].items()}
+    masters = {name: (f"{name}{MASTER_SUFFIX}", array) for name, array in state["master_weights"].items()}
     pairs = {name: value if name in special else (name, value) for name, value in state.items()}
     return {**pairs, "master_weights": masters}
 

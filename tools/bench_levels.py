@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Callable
 
 from launching import launch
-from zero_formula import FORMULAS, LEVELS, state_bytes
+from zero_formula import LEVELS, formula, state_bytes
 
 RANKS = 2
 
@@ -153,7 +153,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         name = "`paddle.DataParallel`" if row["level"] == "none" else f"`{row['level']}`"
         lines.append(
             f"| {name} | {row['step_ms']:.0f} ms | {row['ratio']:.2f} | {row['states_mb']:.1f} MB "
-            f"| {row['formula_mb']:.1f} MB ({FORMULAS[row['level']]}) | {row['peak_mb']:.1f} MB |"
+            f"| {row['formula_mb']:.1f} MB ({formula(row['level'])}) | {row['peak_mb']:.1f} MB |"
         )
     return "\n".join(lines)
 

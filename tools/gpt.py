@@ -1,6 +1,9 @@
 """A byte-level GPT in plain Paddle layers, as a user would write it: nothing here knows about sharding.
 
 The output head has no weight of its own: it reads the embedding's, outside of the embedding's own ``forward``.
+
+Activations are float32 (or what ``auto_cast`` makes of them) whatever the dtype of the weights: Paddle has no kernels on
+CPU that compute with 16-bit ones, but a cast of them works everywhere.
 """
 
 from __future__ import annotations
@@ -28,6 +31,31 @@ class GPTConfig:
     vocabulary: int = 256  # every byte is a token
 
 
+class Linear(nn.Linear):
+    """A dense layer that computes in the dtype of its input."""
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        """Float [..., in] to [..., out]."""
+        return F.linear(x, _cast(self.weight, x.dtype), _cast(self.bias, x.dtype))
+
+
+class LayerNorm(nn.LayerNorm):
+    """A norm over the last axis that computes in the dtype of its input."""
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        """To the same shape."""
+        weight, bias = _cast(self.weight, x.dtype), _cast(self.bias, x.dtype)
+        return F.layer_norm(x, self._normalized_shape, weight, bias, self._epsilon)
+
+
+class Embedding(nn.Embedding):
+    """A table of vectors; float32 ones come out of it."""
+
+    def forward(self, tokens: paddle.Tensor) -> paddle.Tensor:
+        """Int64 [...] to float32 [..., width]."""
+        return F.embedding(tokens, _cast(self.weight, paddle.float32))
+
+
 class Attention(nn.Layer):
     """Causal multi-head self-attention: float [batch, seq, width] to the same shape."""
 
@@ -35,8 +63,8 @@ class Attention(nn.Layer):
         super().__init__()
         self.heads = config.heads
         self.dropout = config.dropout
-        self.qkv = nn.Linear(config.width, 3 * config.width, weight_attr=_normal(0.02))
-        self.out = nn.Linear(config.width, config.width, weight_attr=_residual(config))
+        self.qkv = Linear(config.width, 3 * config.width, weight_attr=_normal(0.02))
+        self.out = Linear(config.width, config.width, weight_attr=_residual(config))
         slopes = 2.0 ** (-8.0 * np.arange(config.heads, dtype="float32") / config.heads)
         self.register_buffer("slopes", paddle.to_tensor(slopes.reshape([-1, 1, 1])), persistable=False)
 
@@ -56,7 +84,9 @@ class Attention(nn.Layer):
         """Added to the scores, [heads, seq, seq]: each head favours near bytes by its slope, and none sees ahead."""
         place = paddle.arange(seq, dtype="float32")
         distance = place.unsqueeze(1) - place
-        return paddle.where(distance < 0, paddle.full_like(distance, -1e9), -self.slopes * distance)
+        return paddle.where(
+            distance < 0, paddle.full_like(distance, -1e9), -_cast(self.slopes, distance.dtype) * distance
+        )
 
 
 class Block(nn.Layer):
@@ -64,13 +94,13 @@ class Block(nn.Layer):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(config.width)
+        self.norm1 = LayerNorm(config.width)
         self.attention = Attention(config)
-        self.norm2 = nn.LayerNorm(config.width)
+        self.norm2 = LayerNorm(config.width)
         self.mlp = nn.Sequential(
-            nn.Linear(config.width, 4 * config.width, weight_attr=_normal(0.02)),
+            Linear(config.width, 4 * config.width, weight_attr=_normal(0.02)),
             nn.GELU(approximate=True),
-            nn.Linear(4 * config.width, config.width, weight_attr=_residual(config)),
+            Linear(4 * config.width, config.width, weight_attr=_residual(config)),
         )
         self.dropout = nn.Dropout(config.dropout)
 
@@ -86,17 +116,18 @@ class GPT(nn.Layer):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocabulary, config.width, weight_attr=_normal(0.02))
+        self.embedding = Embedding(config.vocabulary, config.width, weight_attr=_normal(0.02))
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.LayerList([Block(config) for _ in range(config.layers)])
-        self.norm = nn.LayerNorm(config.width)
+        self.norm = LayerNorm(config.width)
 
     def forward(self, tokens: paddle.Tensor) -> paddle.Tensor:
         """Embed, run the blocks, and compare with every row of the embedding."""
         x = self.dropout(self.embedding(tokens))
         for block in self.blocks:
             x = block(x)
-        return paddle.matmul(self.norm(x), self.embedding.weight, transpose_y=True)
+        x = self.norm(x)
+        return paddle.matmul(x, _cast(self.embedding.weight, x.dtype), transpose_y=True)
 
 
 def generate(model: GPT, prompt: bytes, length: int, temperature: float, seed: int) -> bytes:
@@ -111,6 +142,10 @@ def generate(model: GPT, prompt: bytes, length: int, temperature: float, seed: i
             chances = np.exp(logits - logits.max())
             text.append(int(rng.choice(len(chances), p=chances / chances.sum())))
     return bytes(text[len(prompt) :])
+
+
+def _cast(tensor: paddle.Tensor, dtype: paddle.dtype) -> paddle.Tensor:
+    return tensor if tensor.dtype == dtype else tensor.astype(dtype)
 
 
 def _normal(std: float) -> paddle.ParamAttr:

@@ -63,7 +63,7 @@ class Trainer:
         self.options, self.corpus, self.ranks = options, corpus, ranks
         self.measured = Measured()
         paddle.seed(options.seed)  # the same weights on every rank
-        net = GPT(config_of(options))
+        net = new_model(options)
         self.num_parameters = sum(int(np.prod(parameter.shape)) for parameter in net.parameters())
         self.scheduler = paddle.optimizer.lr.LambdaDecay(options.lr, lambda step: rate_at(step, options) / options.lr)
         decaying = {parameter.name for parameter in net.parameters() if parameter.ndim > 1}
@@ -74,11 +74,11 @@ class Trainer:
             weight_decay=options.weight_decay,
             apply_decay_param_fun=lambda name: name in decaying,
             grad_clip=paddle.nn.ClipGradByGlobalNorm(options.clip) if options.clip else None,
-            multi_precision=options.amp == "O2",
+            multi_precision=options.amp in ("O2", "bf16"),
         )
         if options.amp == "O2":
             net, optimizer = paddle.amp.decorate(net, optimizer, level="O2", dtype=options.amp_dtype)
-        fp16 = options.amp != "none" and options.amp_dtype == "float16"
+        fp16 = options.amp in ("O1", "O2") and options.amp_dtype == "float16"
         scaler = paddle.amp.GradScaler() if fp16 else None
 
         if options.level != "none":
@@ -160,14 +160,17 @@ class Trainer:
         return self.model.no_sync() if whole and not last else contextlib.nullcontext()
 
     def _amp(self) -> Any:
-        if self.options.amp == "none":
+        if self.options.amp not in ("O1", "O2"):
             return contextlib.nullcontext()
         return paddle.amp.auto_cast(level=self.options.amp, dtype=self.options.amp_dtype)
 
 
-def config_of(options: Any) -> GPTConfig:
-    """The model that the options describe."""
-    return GPTConfig(options.layers, options.width, options.heads, options.seq, options.dropout)
+def new_model(options: Any) -> GPT:
+    """The model that the options describe, before any wrapping."""
+    model = GPT(GPTConfig(options.layers, options.width, options.heads, options.seq, options.dropout))
+    if options.amp == "bf16":
+        model.to(dtype="bfloat16")
+    return model
 
 
 def last_step(options: Any) -> int:
@@ -205,7 +208,7 @@ def validation_loss(model: paddle.nn.Layer, corpus: Corpus, options: Any, rank: 
 
 def read_back(options: Any, corpus: Corpus) -> str:
     """Load what was saved into a plain model with plain Paddle, validate it in this process, and let it write."""
-    model = GPT(config_of(options))
+    model = new_model(options)
     model.set_state_dict(paddle.load(os.path.join(options.save, "model.pdmodel")))
     loss = validation_loss(model, corpus, options, 0, 1, lambda values: values)
     prompt = b"\ndef "
@@ -242,8 +245,8 @@ def train(trainer: Trainer, start: int) -> float:
 def main(arguments: Optional[Sequence[str]] = None) -> int:
     """Run the whole job; 0, or 1 with a line on what is wrong."""
     options = parse(arguments, dist.get_world_size())
-    if options.amp != "none" and paddle.get_device() == "cpu":
-        return refuse(f"--amp {options.amp}: Paddle has no 16-bit kernels on CPU, where only --amp none is allowed")
+    if options.amp in ("O1", "O2") and paddle.get_device() == "cpu":
+        return refuse(f"--amp {options.amp}: auto_cast does nothing on CPU, where only --amp none and bf16 are allowed")
     try:
         corpus = Corpus.of_stdlib() if options.data is None else Corpus.of_file(options.data)
         corpus.check(options.seq)
@@ -276,6 +279,7 @@ def summarize(trainer: Trainer, validation: float) -> str:
         validation=validation,
         states=trainer.ranks.gather(trainer.measured.states_bytes),
         peaks=trainer.ranks.gather(peak_bytes()),
+        sixteen_bit=trainer.options.amp in ("O2", "bf16"),
     )
 
 

@@ -17,6 +17,8 @@ STATE_FILE = "train_gpt.json"  # beside model.pdmodel and model.pdopt: the step,
 FIXED = ("layers", "width", "heads", "seq", "data", "batch", "seed", "amp", "amp_dtype")
 # They belong to one launch and are not inherited.
 OWN = ("save", "resume", "stop_at")
+# bf16: weights, gradients and what is sent are bfloat16; the optimizer steps float32 masters of its pieces.
+AMP = ("none", "O1", "O2", "bf16")
 
 
 def parse(arguments: Optional[Sequence[str]], ranks: int) -> argparse.Namespace:
@@ -65,6 +67,10 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace, ranks: 
         parser.error(f"--dropout {options.dropout}: expected 0 or more, and less than 1")
     if options.width % options.heads:
         parser.error(f"--width {options.width}: expected a multiple of --heads, {options.heads}")
+    if options.amp == "bf16" and options.level == "none":
+        parser.error(
+            "--amp bf16: plain Paddle cannot step bfloat16 weights on CPU; expected --level os, os_g or p_g_os"
+        )
     pieces = ranks * options.accumulate
     if options.batch % pieces:
         near = options.batch + pieces - options.batch % pieces
@@ -81,6 +87,7 @@ def _flag(name: str) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Trains a byte-level GPT on real text, in one process or under fleetrun, at any sharding level.",
+        epilog="--amp bf16 keeps weights and gradients in bfloat16 and steps float32 masters, on CPU too.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
@@ -93,7 +100,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch", type=int, default=8, help="windows in a step, over all ranks and micro-batches")
     add("--steps", type=int, default=800, help="optimizer steps")
     add("--accumulate", type=int, default=1, help="micro-batches in a step")
-    add("--amp", choices=("none", "O1", "O2"), default="none", help="automatic mixed precision; needs an accelerator")
+    add(
+        "--amp", choices=AMP, default="none", help="O1, O2: automatic mixed precision, on accelerators; bf16: see below"
+    )
     add("--amp-dtype", choices=("bfloat16", "float16"), default="bfloat16", help="float16 adds a GradScaler")
     add("--dropout", type=float, default=0.0, help="chance that a feature is dropped")
     add("--lr", type=float, default=5e-3, help="highest learning rate")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tqdm import tqdm
-from zero_formula import FORMULAS, state_bytes
+from zero_formula import formula, state_bytes
 
 __all__ = ["Measured", "progress_bar", "say", "table"]
 
@@ -69,6 +69,7 @@ def table(
     validation: float,
     states: Sequence[float],
     peaks: Sequence[float],
+    sixteen_bit: bool,
 ) -> str:
     """The result; ``tokens`` are those of a step, ``states`` and ``peaks`` the bytes of each rank."""
     ranks = len(states)
@@ -78,7 +79,10 @@ def table(
         ("validation loss", f"{validation:.4f}"),
         ("step time, median", f"{seconds * 1e3:.1f} ms, {tokens / seconds:,.0f} tokens/s"),
         ("model states, MB per rank", _megabytes(states)),
-        (f"ZeRO formula, {FORMULAS[level]} bytes a parameter", _megabytes([state_bytes(level, parameters, ranks)])),
+        (
+            f"ZeRO formula, {formula(level, sixteen_bit)} bytes a parameter",
+            _megabytes([state_bytes(level, parameters, ranks, sixteen_bit)]),
+        ),
         ("peak, MB per rank (with activations)", _megabytes(peaks)),
     ]
     width = max(len(name) for name, _ in rows)

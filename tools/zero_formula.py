@@ -1,20 +1,30 @@
-"""Bytes of model states per rank by the ZeRO paper (arXiv 1910.02054), for fp32 parameters and Adam.
+"""Bytes of model states per rank by the ZeRO paper (arXiv 1910.02054), for Adam; a level divides what it shards.
 
-4 bytes a parameter are weights, 4 gradients, 8 the two moments; a level divides what it shards by the number of ranks.
+In float32 a parameter takes 4 bytes, its gradient 4 and the two moments 8.  Of a 16-bit parameter these are 2, 2 and 12,
+as the optimizer also holds a float32 master of it.
 """
 
 from __future__ import annotations
 
-__all__ = ["FORMULAS", "LEVELS", "state_bytes"]
+__all__ = ["LEVELS", "formula", "state_bytes"]
 
-# level: (bytes that every rank keeps, bytes that are divided by the number of ranks), per parameter
-_BYTES = {"none": (16, 0), "os": (8, 8), "os_g": (4, 12), "p_g_os": (0, 16)}
-
-FORMULAS = {"none": "16", "os": "8 + 8/N", "os_g": "4 + 12/N", "p_g_os": "16/N"}
-LEVELS = tuple(_BYTES)
+LEVELS = ("none", "os", "os_g", "p_g_os")
 
 
-def state_bytes(level: str, parameters: int, ranks: int) -> float:
+def formula(level: str, sixteen_bit: bool = False) -> str:
+    """Bytes a parameter, with N for the number of ranks."""
+    whole, divided = _split(level, sixteen_bit)
+    return " + ".join([str(whole)] * bool(whole) + [f"{divided}/N"] * bool(divided))
+
+
+def state_bytes(level: str, parameters: int, ranks: int, sixteen_bit: bool = False) -> float:
     """Bytes of weights, gradients and Adam states that one of ``ranks`` ranks holds at ``level``."""
-    whole, divided = _BYTES[level]
+    whole, divided = _split(level, sixteen_bit)
     return parameters * (whole + divided / ranks)
+
+
+def _split(level: str, sixteen_bit: bool) -> tuple[int, int]:
+    """Bytes a parameter that every rank keeps, and that are divided by the number of ranks."""
+    kinds = (2, 2, 12) if sixteen_bit else (4, 4, 8)  # parameter, gradient, optimizer: sharded from the last
+    sharded = LEVELS.index(level)
+    return sum(kinds[: 3 - sharded]), sum(kinds[3 - sharded :])

@@ -16,6 +16,7 @@ from .base import Comm, Overlap, Segment, Server, Work
 from .channel import Receiver, Sender, create_channels
 from .gloo import GlooComm
 from .local import LocalComm
+from .native import NativeComm
 from .recording import Record, RecordingComm
 
 __all__ = [
@@ -63,4 +64,6 @@ def create_comm(group: Any = None, timeout: float = 1800.0) -> Comm:
         )
     if len(ranks) == 1:
         return LocalComm(ranks)
+    if paddle.get_device() != "cpu":
+        return NativeComm(group, ranks.index(global_rank), ranks)
     return GlooComm.connect(ranks.index(global_rank), ranks, timeout)

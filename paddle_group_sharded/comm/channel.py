@@ -159,8 +159,8 @@ def create_channels(
     """Open one channel per route; collective over ``comm``, with equal ``routes`` on every rank.
 
     ``routes`` maps a key of the caller's to ``(source, destination)``, two different group ranks.  Returns this rank's
-    ends by key: a :class:`Sender` where it is the source, a :class:`Receiver` where it is the destination.  ``timeout``:
-    seconds that a receiver waits for a message.
+    ends by key: a :class:`Sender` where it is the source, a :class:`Receiver` where it is the destination.
+    ``timeout``: seconds that a receiver waits for a message.
     """
     for key, (source, destination) in routes.items():
         if source == destination or not {source, destination} <= set(range(comm.world_size)):
@@ -171,7 +171,8 @@ def create_channels(
     numbered = list(enumerate(routes.items()))
     incoming = [number for number, (_, (_, destination)) in numbered if destination == comm.rank]
     with Listener() as listener:
-        addresses = [Address(*each) for each in comm.exchange(tuple(listener.address), f"channels {list(routes)}")]
+        label = f"channels {list(routes.items())}"  # which makes sure that they are equal
+        addresses = [Address(*each) for each in comm.exchange(tuple(listener.address), label)]
         outgoing = {
             number: connect(addresses[destination], number)
             for number, (_, (source, destination)) in numbered

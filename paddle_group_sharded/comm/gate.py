@@ -181,6 +181,7 @@ class Gate:
                 told |= set(messages)
             alarm = min(alarm for alarm in (_NOTICE_AFTER, _WARN_AFTER, self._timeout, waited + 60) if alarm > waited)
             self._receive(request, messages, alarm - waited)
+        self._receive(request, messages, 0.0)  # one that asked may have given up, or ended, since
         return [messages[rank] for rank in range(len(self._ranks))]
 
     def _receive(self, request: Request, messages: dict[int, bytes], seconds: float) -> None:

@@ -143,7 +143,7 @@ class Engine:
 
     def before_forward(self) -> None:
         """A forward of the whole model begins."""
-        self.residency.reset_frames()
+        self.residency.begin_forward()
         self.reducer.settle()
         if self.config.level.placements.grad:
             self.handles.watch_gradients(self, self.params)

@@ -23,9 +23,9 @@ Layer = Any
 
 
 class ReadThrough(OrderedDict):  # type: ignore[type-arg]
-    """A layer's parameters by name; reading one as ``layer.name`` gathers its group first.
+    """A layer's parameters by name; reading one as ``layer.name``, or out of a ``ParameterList``, gathers its group first.
 
-    ``parameters()``, ``named_parameters()`` and ``state_dict()`` iterate and do not come by here.
+    ``parameters()``, ``named_parameters()`` and ``state_dict()`` iterate over items and do not come by here.
     """
 
     def __init__(self, params: Any, on_read: Callable[[Any], None]) -> None:
@@ -39,6 +39,10 @@ class ReadThrough(OrderedDict):  # type: ignore[type-arg]
         if param is not None:
             self._on_read(param)
         return param
+
+    def values(self) -> Any:
+        """Each parameter; its memory is there when it comes.  This is how a ``ParameterList`` iterates."""
+        return (self[name] for name in self)
 
     def __reduce__(self) -> Any:
         """Copy as the plain mapping: a copy of the layer is not managed."""

@@ -97,11 +97,18 @@ class ShardedModel(nn.Layer):  # type: ignore[misc]
         given = {name: state_dict[name] for name in targets if name in state_dict}
         problems = state_problems(targets, given)
         problem = UsageError("the state does not fit the model; " + "; ".join(problems)) if problems else None
-        checksum = fingerprint(given) if problem is None else 0
+        # Buffers, and the statistics of a BatchNorm, which are frozen parameters, are each rank's own.
+        shared = {name: value for name, value in given.items() if self._is_shared(targets[name])}
+        checksum = fingerprint(shared) if problem is None else 0
         agree((self._engine.comm, self._engine.dp_comm), "model.set_state_dict", problem, checksum, values_differ)
         self._set_whole(targets, given)
         missing = [name for name in targets if name not in state_dict]
         return missing, [name for name in state_dict if name not in targets]
+
+    def _is_shared(self, tensor: Tensor) -> bool:
+        """Whether the engine keeps ``tensor`` equal on all ranks."""
+        param = self._engine.by_id.get(id(tensor))
+        return param is not None and (param.group.placements.param or not tensor.stop_gradient)
 
     def _set_whole(self, targets: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Set those ``targets`` that have a value, given alike on every rank.  No communication."""

@@ -134,7 +134,7 @@ class GradReducer:
         return [
             number
             for number, group in enumerate(self._groups)
-            if any(param.expects_grad and has_grad(param.tensor) for param in group.params)
+            if any(param.numel and param.expects_grad and has_grad(param.tensor) for param in group.params)
         ]
 
     def reduce_left(self) -> None:

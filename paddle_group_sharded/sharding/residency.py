@@ -61,9 +61,22 @@ class Residency:
         """A layer that owns parameters of ``groups`` is called."""
         if self._frames:
             self._frames[-1].has_children = True
+        elif not self._trace:
+            self.adopt_writes()
         self._frames.append(Frame())
         for group in groups:
             self.read(group)
+
+    def begin_forward(self) -> None:
+        """A forward of the whole model begins."""
+        self.reset_frames()
+        if self._trace:  # else the first layer does
+            self.adopt_writes()
+
+    def adopt_writes(self) -> None:
+        """Keep what the user has written to any parameter: other ranks may gather from this rank's shards from now on."""
+        for group in self._groups:
+            group.adopt_writes()
 
     def read(self, group: ParamGroup) -> None:
         """A parameter of ``group`` is about to be used."""

@@ -11,7 +11,8 @@ import paddle
 import paddle.nn.functional as F
 from paddle import nn
 
-from unittests.sharding.parity import AVERAGED, LEVELS, Case, Difference, Run, compare
+from unittests.sharding.dygraph_models import Case
+from unittests.sharding.parity import AVERAGED, LEVELS, Difference, Run, compare
 
 Tensor = Any
 WIDE = 260  # a square layer of this width is a group of its own

@@ -110,7 +110,7 @@ def sharded(
         "masters": [to_array(masters.get(param.name, param)).copy() for param in plain.parameters()]
         if level != "p_g_os"
         else [
-            to_array(masters[param.name] if param.name in masters else weights[key]).copy()
+            to_array(masters[param.name]).copy() if param.name in masters else weights[key]
             for key, param in plain.named_parameters()
         ],
         "owned": sum(

@@ -112,14 +112,15 @@ def states(level: str) -> dict[str, Any]:
                 for kind, by_name in table.items():
                     expected, found = by_name[param.name], views.state(key, kind)
                     assert found.shape == expected.shape and found.dtype == expected.dtype, (name, key, kind)
-                    assert (found == expected).all(), (name, key, kind)
-            if step == 1:  # the user doubles every state of one parameter
+                    distance = float((found - expected).abs().max().item())
+                    assert distance <= (0.0 if run.world_size < 3 else 1e-6), (name, key, kind)
+            if step == 1:  # the user doubles every state of one parameter but products of betas
                 for by_name in plain.optimizer._accumulators.values():
                     own = by_name[plain.layer.out.weight.name]
-                    paddle.assign(own * 2 if own.dtype == paddle.float32 else own, own)
+                    paddle.assign(own * 2 if own.size > 1 else own, own)
                 for kind in views.state_names("out.weight"):
                     value = views.state("out.weight", kind)
-                    views.set_state("out.weight", kind, value * 2 if value.dtype == paddle.float32 else value)
+                    views.set_state("out.weight", kind, value * 2 if value.size > 1 else value)
         pairs = zip(plain.model.state_dict().values(), ours.model.state_dict().values())
         result[name] = max(float((a - b).abs().max().item()) for a, b in pairs)
     views = ours.optimizer.views
@@ -215,31 +216,35 @@ def gathered(level: str) -> dict[str, Any]:
         seen["exception"] = repr(error)
     seen["exception, left"] = allocated_bytes() - before
     # Without write_back changes are undone where parameters are sharded.
-    if level == "p_g_os":
+    if level == "p_g_os" and run.world_size > 1:
         with model.gathered():
             for param in net.parameters():
                 param.set_value(paddle.zeros_like(param))
             net.inner.weight.set_value(paddle.ones_like(net.inner.weight))
         after = {name: to_array(value) for name, value in model.state_dict().items()}
         seen["undone"] = all(np.array_equal(value, whole[name]) for name, value in after.items())
+        del param, after  # the copies that were compared, and the last one that was written
         seen["undone, left"] = allocated_bytes() - before
     # With it, the values of rank 0 are everyone's, and training goes on from them.
     with model.gathered(["inner.weight", net.frozen], write_back=True):
         net.inner.weight.set_value(paddle.full([8, 13], 0.1 + run.rank))
         params["frozen.bias"].set_value(paddle.full([8], 7.0 + run.rank))
+    seen["left"] = allocated_bytes() - before
     after = {name: to_array(value) for name, value in model.state_dict().items()}
     seen["written"] = bool((after["tied.weight"] == np.float32(0.1)).all() and (after["frozen.bias"] == 7.0).all())
     seen["kept"] = all(np.array_equal(after[n], whole[n]) for n in whole if n.split(".")[0] in ("out", "norm", "scale"))
-    seen["left"] = allocated_bytes() - before
     plain = Run(case, AVERAGED)
     plain.layer.set_state_dict({name: paddle.to_tensor(value) for name, value in after.items()})
     plain.optimizer.set_state_dict({key: value.clone() for key, value in optimizer.state_dict().items()})
     run.layer, run.model, run.optimizer = net, model, optimizer
     for step in range(3):
-        assert case.train_step(plain, case.batch(run.rank, step)) == case.train_step(run, case.batch(run.rank, step))
+        losses = [case.train_step(each, case.batch(run.rank, step)) for each in (plain, run)]
+        assert abs(losses[0] - losses[1]) <= 1e-6
     pairs = zip(plain.model.state_dict().values(), model.state_dict().values())
     seen["trained on"] = max(float((a - b).abs().max().item()) for a, b in pairs)
     # The whole model may be called inside, and what it leaves is trained on outside.
+    del plain, pairs
+    before = allocated_bytes()
     with model.gathered():
         loss = case.loss(run, case.batch(run.rank, 0))
     loss.backward()

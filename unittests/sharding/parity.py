@@ -75,7 +75,8 @@ class Run:
         self.optimizer.step()
         self.optimizer.clear_grad()
         if self.mode == "p_g_os" and self.world_size > 1 and not self.arguments:
-            whole = [param.name for param in self.layer.parameters() if param.size and param._is_initialized()]
+            sharded = [param for param in self.model._engine.params if param.group.placements.param and param.numel]
+            whole = [param.name for param in sharded if param.tensor._is_initialized()]
             if whole:
                 raise AssertionError(f"not released after the step: {whole}")
 

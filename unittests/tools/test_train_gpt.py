@@ -17,7 +17,7 @@ from launching import launch  # runs a subprocess
 from unittests.tools import TOOLS
 
 # Dropout and two micro-batches: what a resumed run, or another level, would get wrong first.
-SMALL = "--layers 2 --width 16 --heads 2 --seq 16 --batch 8 --accumulate 2 --dropout 0.1 --sample 8".split()
+SMALL = "--layers 2 --width 16 --heads 2 --seq 16 --batch 8 --accumulate 2 --dropout 0.1 --lr 0.001 --sample 8".split()
 STEPS = "--steps 8 --warmup 2 --eval-every 4".split()
 
 
@@ -115,6 +115,16 @@ def test_a_resumed_run_equals_an_unbroken_one(launched: Any, tmp_path: Path, ran
     assert_same(resumed, launched(ranks, level), "model.pdopt", tolerance=None)
 
 
+def test_bfloat16_weights_train_in_two_thirds_of_the_memory(launched: Any, tmp_path: Path) -> None:
+    run = Run(tmp_path, 2, "--level", "os_g", "--amp", "bf16", *SMALL, *STEPS)
+    assert run.file("model.pdmodel")["norm.weight"].dtype == np.uint16  # the bits of bfloat16, as Paddle saves them
+    full = launched(2, "os_g")
+    assert run.number("step 8: validation loss") == pytest.approx(full.number("step 8: validation loss"), rel=0.01)
+    assert run.number("model states, MB per rank") == pytest.approx(
+        full.number("model states, MB per rank") * (2 + 14 / 2) / (4 + 12 / 2), rel=0.1
+    )
+
+
 def test_a_run_continues_at_another_level_and_number_of_ranks(tmp_path: Path) -> None:
     calm = [*SMALL, *STEPS, "--dropout", "0"]  # masks depend on the rank
     unbroken = Run(tmp_path / "unbroken", 1, "--level", "none", *calm)
@@ -126,7 +136,7 @@ def test_a_run_continues_at_another_level_and_number_of_ranks(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--amp", "O1"], "--amp O1: Paddle has no 16-bit kernels on CPU, where only --amp none is allowed"),
+        (["--amp", "O1"], "--amp O1: auto_cast does nothing on CPU, where only --amp none and bf16 are allowed"),
         (["--data", "/nowhere"], "--data /nowhere: No such file or directory; give a readable text file"),
         (["--data", str(TOOLS / "zero_formula.py"), "--seq", "512"], "but --seq 512 needs 10260; give --data FILE"),
     ],

@@ -24,6 +24,10 @@ from train_options import STATE_FILE, parse
         (["--width", "100", "--heads", "3"], "--width 100: expected a multiple of --heads, 3"),
         (["--batch", "9"], "--batch 9: expected a multiple of 2 ranks x --accumulate 1; for example 10"),
         (["--accumulate", "3"], "--batch 8: expected a multiple of 2 ranks x --accumulate 3; for example 12"),
+        (
+            ["--amp", "bf16", "--level", "none"],
+            "--amp bf16: plain Paddle cannot step bfloat16 weights on CPU; expected ",
+        ),
         (["--resume", "/nowhere"], "--resume /nowhere: no readable train_gpt.json there"),
     ],
 )

@@ -1,18 +1,23 @@
 from __future__ import annotations
 
 import pytest
-from zero_formula import FORMULAS, LEVELS, state_bytes
+from zero_formula import LEVELS, formula, state_bytes
+
+# Table of section 5 and figure 1 of arXiv 1910.02054, for float32 weights without a master and for 16-bit ones with.
+FLOAT32 = {"none": "16", "os": "8 + 8/N", "os_g": "4 + 12/N", "p_g_os": "16/N"}
+SIXTEEN_BIT = {"none": "16", "os": "4 + 12/N", "os_g": "2 + 14/N", "p_g_os": "16/N"}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 64])
 @pytest.mark.parametrize("level", LEVELS)
-def test_the_printed_formula_gives_the_number(level: str, ranks: int) -> None:
-    per_parameter = eval(FORMULAS[level], {"N": ranks})
-    assert state_bytes(level, 1000, ranks) == pytest.approx(1000 * per_parameter)
+@pytest.mark.parametrize("sixteen_bit", [False, True])
+def test_formula_and_number(level: str, ranks: int, sixteen_bit: bool) -> None:
+    text = (SIXTEEN_BIT if sixteen_bit else FLOAT32)[level]
+    assert formula(level, sixteen_bit) == text
+    assert state_bytes(level, 1000, ranks, sixteen_bit) == pytest.approx(1000 * eval(text, {"N": ranks}))
 
 
-def test_asymptotes_of_the_paper() -> None:
-    # Section 5 of arXiv 1910.02054 with 4 + 4 + 8 bytes: 2x, 4x and Nx less than replication for many ranks.
-    many = 1 << 20
-    ratios = [state_bytes("none", 1, many) / state_bytes(level, 1, many) for level in ("os", "os_g", "p_g_os")]
-    assert ratios == pytest.approx([2, 4, many], rel=1e-5)
+def test_example_of_the_paper() -> None:
+    # Figure 1: 7.5 billion parameters in 16 bits on 64 ranks, in GB.
+    found = [state_bytes(level, 7_500_000_000, 64, sixteen_bit=True) / 1e9 for level in LEVELS]
+    assert found == pytest.approx([120, 31.4, 16.6, 1.9], abs=0.05)
