@@ -116,6 +116,8 @@ def unwrap(
             "unwrap takes the model and the optimizer that group_sharded_parallel returned, got "
             f"{type(model).__name__} and {type(optimizer).__name__}"
         )
+    if optimizer._engine is not model._engine:
+        raise UsageError("optimizer belongs to another model; pass the one that was returned beside this model")
     optimizer._states.give_back()
     model._engine.close()
     if scaler is not None:

@@ -93,7 +93,8 @@ def flat_view(tensor: Tensor, start: int = 0, stop: Optional[int] = None) -> Ten
     numel = int(tensor.size)
     if start == (numel if stop is None else stop):  # Paddle has no views of nothing
         return paddle.empty([0], dtype=tensor.dtype)
-    view = core.eager.Tensor(tensor.get_tensor())
+    view = paddle.Tensor.__new__(paddle.Tensor)  # calling the class leaks a list each time in 3.3
+    tensor._share_buffer_to(view)
     dense = view.get_tensor()
     dense._set_dims([numel])
     if start != 0 or (stop is not None and stop != numel):
@@ -165,7 +166,7 @@ class HostMemory:
         base = paddle.empty([numel], dtype=dtype)
         raw: Any = (ctypes.c_uint8 * (numel * element_size(dtype))).from_address(base.data_ptr())
         raw.base = base  # the memory lives until the last view of the array is gone
-        numpy_dtype = np.uint16 if dtype == paddle.bfloat16 else base.numpy().dtype
+        numpy_dtype = np.uint16 if dtype == paddle.bfloat16 else paddle.empty([1], dtype=dtype).numpy().dtype
         self._array = np.frombuffer(raw, dtype=numpy_dtype)
         self._idle_count = sys.getrefcount(self._array)
 

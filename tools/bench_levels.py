@@ -57,7 +57,7 @@ class Job:
 
         paddle.seed(0)
         net = GPT(GPTConfig(size.layers, size.width, size.heads, size.seq))
-        self.parameters = sum(parameter.size for parameter in net.parameters())
+        self.parameters = sum(int(parameter.size) for parameter in net.parameters())
         self.tokens = paddle.randint(0, 256, [size.windows, size.seq + 1])
         self.optimizer: Any = paddle.optimizer.AdamW(1e-4, parameters=net.parameters(), weight_decay=0.01)
         if level == "none":
@@ -65,24 +65,27 @@ class Job:
         else:
             self.model, self.optimizer, _ = group_sharded_parallel(net, self.optimizer, level)
 
-    def step(self, before_clear: Callable[[], None] = lambda: None) -> float:
-        """One step; its seconds, which ``before_clear`` is part of."""
+    def step(self, after_backward: Callable[[], None] = lambda: None) -> float:
+        """One step; its seconds, which ``after_backward`` is part of."""
         from paddle.nn.functional import cross_entropy
 
         started = time.perf_counter()
         cross_entropy(self.model(self.tokens[:, :-1]), self.tokens[:, 1:]).backward()
+        after_backward()
         self.optimizer.step()
-        before_clear()
         self.optimizer.clear_grad()
         return time.perf_counter() - started
 
 
 def measure_times(size: Size) -> dict[str, list[float]]:
     """Seconds of ``size.rounds`` steps of each level, taken in turn."""
+    import paddle.distributed as dist
+
     jobs = {level: Job(level, size) for level in LEVELS}
     seconds: dict[str, list[float]] = {level: [] for level in LEVELS}
     for step in range(WARMUP + size.rounds):
         for level, job in jobs.items():
+            dist.barrier()  # nobody pays for what a rank is behind in the level before
             taken = job.step()
             if step >= WARMUP:
                 seconds[level].append(taken)
@@ -90,14 +93,14 @@ def measure_times(size: Size) -> dict[str, list[float]]:
 
 
 def measure_memory(level: str, size: Size) -> dict[str, float]:
-    """Parameters, live bytes between step and clear_grad, and the peak since the process started."""
+    """Parameters, live bytes between backward and step, and the peak since the process started."""
     from paddle_group_sharded.paddle_compat import allocated_bytes, peak_bytes
 
     job = Job(level, size)
     live: list[int] = []
     for _ in range(WARMUP):
         job.step(lambda: live.append(allocated_bytes()))
-    return {"parameters": job.parameters, "states": live[-1] - job.tokens.size * 8, "peak": peak_bytes()}
+    return {"parameters": job.parameters, "states": live[-1] - int(job.tokens.size) * 8, "peak": peak_bytes()}
 
 
 def work(task: str, size: Size, output: str) -> None:

@@ -2,8 +2,8 @@
 
 The output head has no weight of its own: it reads the embedding's, outside of the embedding's own ``forward``.
 
-Activations are float32 (or what ``auto_cast`` makes of them) whatever the dtype of the weights: Paddle has no kernels on
-CPU that compute with 16-bit ones, but a cast of them works everywhere.
+Activations are float32 (or what ``auto_cast`` makes of them) whatever the dtype of the weights: on CPU Paddle has no
+kernels that compute with 16-bit ones, but a cast of them works everywhere.
 """
 
 from __future__ import annotations

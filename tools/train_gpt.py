@@ -106,12 +106,12 @@ class Trainer:
                 (loss if self.scaler is None else self.scaler.scale(loss)).backward()
             mine += loss.item()
         del loss  # it holds the last activations
+        self.measured.states_bytes = allocated_bytes()
         if self.scaler is None:
             self.optimizer.step()
         else:
             self.scaler.step(self.optimizer)
             self.scaler.update()
-        self.measured.states_bytes = allocated_bytes()
         self.optimizer.clear_grad()
         self.scheduler.step()
         mean = ranks.sum([mine])[0] / ranks.size

@@ -68,9 +68,7 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace, ranks: 
     if options.width % options.heads:
         parser.error(f"--width {options.width}: expected a multiple of --heads, {options.heads}")
     if options.amp == "bf16" and options.level == "none":
-        parser.error(
-            "--amp bf16: plain Paddle cannot step bfloat16 weights on CPU; expected --level os, os_g or p_g_os"
-        )
+        parser.error("--amp bf16: plain Paddle cannot step bfloat16 weights; expected --level os, os_g or p_g_os")
     pieces = ranks * options.accumulate
     if options.batch % pieces:
         near = options.batch + pieces - options.batch % pieces
@@ -100,9 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch", type=int, default=8, help="windows in a step, over all ranks and micro-batches")
     add("--steps", type=int, default=800, help="optimizer steps")
     add("--accumulate", type=int, default=1, help="micro-batches in a step")
-    add(
-        "--amp", choices=AMP, default="none", help="O1, O2: automatic mixed precision, on accelerators; bf16: see below"
-    )
+    add("--amp", choices=AMP, default="none", help="O1, O2: auto_cast, on accelerators only; bf16: see below")
     add("--amp-dtype", choices=("bfloat16", "float16"), default="bfloat16", help="float16 adds a GradScaler")
     add("--dropout", type=float, default=0.0, help="chance that a feature is dropped")
     add("--lr", type=float, default=5e-3, help="highest learning rate")

@@ -21,7 +21,7 @@ class Measured:
 
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    states_bytes: int = 0  # live after a step: weights, gradients and optimizer states, no activations
+    states_bytes: int = 0  # live after a backward: weights, gradients and optimizer states, no activations
 
 
 class _Lines:

@@ -1,7 +1,7 @@
 """Bytes of model states per rank by the ZeRO paper (arXiv 1910.02054), for Adam; a level divides what it shards.
 
-In float32 a parameter takes 4 bytes, its gradient 4 and the two moments 8.  Of a 16-bit parameter these are 2, 2 and 12,
-as the optimizer also holds a float32 master of it.
+In float32 a parameter takes 4 bytes, its gradient 4 and the two moments 8.  Of a 16-bit parameter these are 2, 2 and
+12, as the optimizer also holds a float32 master of it.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from ..errors import CommError
 from .link import Link, LinkClosed, dumps, loads, wait_readable
 from .verdict import Kind, Request, Verdict, decide, explain
 
-__all__ = ["Gate"]
+__all__ = ["Gate", "farewell"]
 
 _logger = logging.getLogger(__name__)
 
@@ -41,7 +41,13 @@ _REQUEST = b"R"  # a request and an offer
 _GO = b"G"  # run what you asked for
 _VERDICT = b"V"
 _NOTICE = b"N"  # a line for the log, or nothing
-_FAILURE = b"F"  # the reason
+_FAILURE = b"F"  # the reason; the last message
+_CLOSED = b"C"  # the last message
+
+
+def farewell(reason: str) -> bytes:
+    """The message after which a rank that asks raises ``reason``, where no gate has been made yet."""
+    return _FAILURE + reason.encode()
 
 
 class Gate:
@@ -97,10 +103,10 @@ class Gate:
         for link in self._links.values():
             link.shutdown()
 
-    def close(self) -> None:
-        """Leave: the next call of the others raises that this rank has closed its communicator."""
-        if self._failure is None:
-            self._fail(f"{self._names([self._rank])} has closed its communicator; close it after the last operation")
+    def close(self, announce: bool) -> None:
+        """Leave: the next call of the others raises that this rank has ended or, with ``announce``, has closed."""
+        if announce and self._failure is None:
+            self._send(self._links, _CLOSED)
         for link in self._links.values():
             link.close()
 
@@ -113,13 +119,26 @@ class Gate:
         ready = wait_readable(list(self._links.values()), _CAUSE_WITHIN)
         for rank, link in self._links.items():
             if link in ready:
-                try:
-                    message = link.recv()
-                except LinkClosed:
-                    return self._ended(rank, request)
-                if message[:1] == _FAILURE:
-                    return message[1:].decode()
+                _, reason = self._read(rank, request)
+                if reason is not None:
+                    return reason
         return None
+
+    def _read(self, rank: int, request: Request) -> tuple[bytes, Optional[str]]:
+        """The next message of ``rank``, and the reason to give up ``request`` if it was its last."""
+        try:
+            message = self._links[rank].recv()
+        except LinkClosed:
+            return b"", (
+                f"{self._names([rank])} has ended (its process exited, crashed or was killed, or dropped the model) "
+                f"while the others wait for it at {request}; see the log of {self._names([rank])} for the reason"
+            )
+        if message == _CLOSED:
+            return message, (
+                f"{self._names([rank])} has closed its communicator while the others wait for it at {request}; close "
+                "it after the last operation"
+            )
+        return message, message[1:].decode() if message[:1] == _FAILURE else None
 
     def _send(self, to: Iterable[int], message: bytes) -> None:
         for rank in to:
@@ -130,12 +149,6 @@ class Gate:
         """``"rank 3"`` or ``"ranks 3, 5"``: global numbers, as users know them."""
         numbers = [str(self._ranks[rank]) for rank in sorted(group_ranks)]
         return ("rank " if len(numbers) == 1 else "ranks ") + ", ".join(numbers)
-
-    def _ended(self, rank: int, request: Request) -> str:
-        return (
-            f"{self._names([rank])} has ended (its process exited, crashed or was killed) while the others wait for it "
-            f"at {request}; see the log of {self._names([rank])} for the reason"
-        )
 
     def _overdue(self, missing: Iterable[int], request: Request) -> str:
         return (
@@ -189,13 +202,9 @@ class Gate:
         ready = wait_readable(list(self._links.values()), seconds)
         for rank, link in self._links.items():
             if link in ready:
-                try:
-                    message = link.recv()
-                except LinkClosed:
-                    self._end(self._ended(rank, request))
-                if message[:1] == _FAILURE:
-                    self._end(message[1:].decode())
-                messages[rank] = message
+                messages[rank], reason = self._read(rank, request)
+                if reason is not None:
+                    self._end(reason)
 
     def _end(self, reason: str) -> NoReturn:
         self._fail(reason)
@@ -210,18 +219,14 @@ class Gate:
         while True:
             if not link.poll(patience):
                 self._end(self._overdue([0], request))
-            try:
-                answer = link.recv()
-            except LinkClosed:
-                self._end(self._ended(0, request))
+            answer, reason = self._read(0, request)
+            if reason is not None:
+                self._end(reason)
             if answer == _GO:
                 return Verdict(Kind.GO, request)
             if answer[:1] == _VERDICT:
                 verdict: Verdict = loads(answer[1:])
                 return verdict
-            if answer[:1] == _FAILURE:
-                self._failure = answer[1:].decode()
-                raise CommError(self._failure)
             patience = None
             if len(answer) > 1:
                 _logger.warning(answer[1:].decode())

@@ -155,4 +155,4 @@ def _leave(worker: Worker, gate: Gate, give_back: Callable[[], None], seconds: O
     else:
         gate.shutdown()
         worker.close(seconds)
-    gate.close()
+    gate.close(announce=seconds is None)

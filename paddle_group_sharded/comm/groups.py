@@ -57,22 +57,21 @@ GROUPS = GroupPool()
 
 def _store(gate: Gate, member: Member, name: str) -> Any:
     """A new key-value store, served by group rank 0; collective."""
-    host = current_host()
     if member.rank == 0:
-        store, port = _serve(host)
-        gate.exchange(f"store for {name}", (host, port))
+        store, port = _serve(current_host(), _ATTEMPTS)
+        gate.exchange(f"store for {name}", (current_host(), port))
         return store
     host, port = gate.exchange(f"store for {name}", None)[0]
     return open_tcp_store(host, port, serve=False)
 
 
-def _serve(host: str) -> tuple[Any, int]:
-    for attempt in range(_ATTEMPTS):
-        with socket.create_server((host, 0)) as server:
-            port = server.getsockname()[1]
-        try:
-            return open_tcp_store(host, port, serve=True), port
-        except Exception:  # somebody else took the port in between
-            if attempt == _ATTEMPTS - 1:
-                raise
-    raise AssertionError("not reached")
+def _serve(host: str, attempts: int) -> tuple[Any, int]:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    try:
+        return open_tcp_store(host, port, serve=True), port
+    except Exception:
+        if attempts == 1:
+            raise
+        return _serve(host, attempts - 1)  # somebody else took the port in between

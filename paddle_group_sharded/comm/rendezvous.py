@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Optional
 
 from ..errors import CommError
 from ..paddle_compat import current_host
+from .gate import farewell
 from .link import Link
 
 __all__ = ["Address", "Listener", "accept_links", "connect", "dial_link"]
@@ -102,9 +103,11 @@ def accept_links(store: Any, name: str, peers: Sequence[int], timeout: float) ->
         links = listener.accept(peers, timeout)
     missing = [peer for peer in peers if peer not in links]
     if missing:
+        reason = _not_come(timeout, missing)
         for link in links.values():
+            link.send(farewell(reason))
             link.close()
-        raise CommError(_not_come(timeout, missing))
+        raise CommError(reason)
     return links
 
 

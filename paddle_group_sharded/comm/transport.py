@@ -94,7 +94,7 @@ def _filled(step: Round, segments: Sequence[Segment], dtype: str) -> Tensor:
     """The buffer of a round: the memory of its segment, or a new one packed and widened from its parts."""
     if step.in_place:
         segment = segments[step.parts[0].segment]
-        return paddle.zeros([segment], dtype=dtype) if isinstance(segment, int) else flat_view(segment)
+        return paddle.zeros([segment], dtype=dtype) if isinstance(segment, int) else segment
     return tensor_over(np.concatenate([_packed(part, segments[part.segment], dtype) for part in step.parts]))
 
 

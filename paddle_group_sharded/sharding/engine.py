@@ -83,6 +83,7 @@ class Engine:
         self.params = [param for group in self.groups for param in group.params]
         self.by_id = {id(param.tensor): param for param in self.params}
         self.residency = Residency([g for g in self.groups if g.placements.param], self._pool)
+        self.backward_error = self.residency.backward_error
         self.reducer = GradReducer(self.groups, comm, dp_comm, self.residency.on_round_end)
         self._broadcast_buffers()
         self._finalizer = weakref.finalize(self, _close_all, (comm, dp_comm))
@@ -143,6 +144,7 @@ class Engine:
 
     def before_forward(self) -> None:
         """A forward of the whole model begins."""
+        self.backward_error.check()
         self.residency.begin_forward()
         self.reducer.settle()
         if self.config.level.placements.grad:
@@ -152,6 +154,7 @@ class Engine:
 
     def finish_grads(self) -> None:
         """Make the gradients of this rank's pieces final.  Collective."""
+        self.backward_error.check()
         self.reducer.finish()
         self.reducer.reduce_left()
 
@@ -187,13 +190,6 @@ class Engine:
             yield
         finally:
             self.reducer.enabled = before
-
-    def refuse_sparse(self, param: ShardedParam) -> None:
-        """Sparse gradients are not reduced."""
-        raise UsageError(
-            f"rank {self.comm.rank}: parameter {param} has a sparse gradient (selected rows), expected a dense one; "
-            "create its layer with sparse=False"
-        )
 
     # ------------------------------------------------------------------------------------------------- whole values
 

@@ -22,7 +22,8 @@ from typing import Any, Optional
 import paddle
 
 from ..comm.base import Comm, Overlap, Segment, Server, Work
-from ..paddle_compat import bind_view, drop_grad, flat_view, has_grad, has_memory, release, take_grad
+from ..errors import UsageError
+from ..paddle_compat import bind_view, drop_grad, flat_view, has_grad, has_memory, is_sparse, release, take_grad
 from .buffers import BufferPool, FullBuffer
 from .layout import GroupLayout, Piece
 from .level import Placements
@@ -158,6 +159,15 @@ class ParamGroup:
             if slot.numel:
                 bind_view(param.tensor, self.full, slot.start, slot.stop)
 
+    def bind_anything(self) -> None:
+        """After a gather that failed inside a backward pass: memory without meaning, so that the pass can end."""
+        if self.full is None:
+            self._lent = self._pool.take(self.layout.numel, self.dtype)
+            self.full = self._lent.tensor
+        self._gather_work = None
+        self.bind()
+        self.state = GroupState.FULL
+
     def release(self) -> None:
         """Give the full buffer back; sharded parameters hold no memory afterwards."""
         if not self.placements.param or self.state is GroupState.SHARDED:
@@ -226,6 +236,11 @@ class ParamGroup:
         """Begin to sum the local gradients over the ranks; they are taken from the parameters.  Collective."""
         segments: list[Segment] = []
         for param in self.params:
+            if param.expects_grad and is_sparse(param.tensor):
+                raise UsageError(
+                    f"parameter {param} has a sparse gradient (selected rows), expected a dense one; "
+                    "create its layer, or call F.embedding, with sparse=False"
+                )
             grad = take_grad(param.tensor) if param.expects_grad else None
             if param.expects_grad and param.numel == 0:
                 param.reached = param.reached or has_grad(param.tensor)
@@ -246,8 +261,8 @@ class ParamGroup:
             known = self._grads.get(overlap.segment)
             if known is not None:
                 accumulate(known, value)
-            elif not self.placements.grad:
-                self._grads[overlap.segment] = value
+            elif not self.placements.grad:  # rounded alike at every level
+                self._grads[overlap.segment] = value if value.dtype == self.grad_dtype else value.astype(self.grad_dtype)
             elif value.size:
                 self._grads[overlap.segment] = view = self._grad_view(overlap.segment)
                 copy_into(view, value)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Optional
 
 import paddle
 
-from ..paddle_compat import is_sparse, layer_params, on_grad_ready, set_layer_params
+from ..errors import GroupShardedError
+from ..paddle_compat import layer_params, on_grad_ready, set_layer_params
 from .group import ParamGroup
 from .param import ShardedParam
 from .whole import WholeStateHook
@@ -75,11 +76,14 @@ class GradReadyHook:
         engine, param = self._engine(), self._param()
         if self.closed or engine is None or param is None or not param.expects_grad:
             return
-        if is_sparse(param.tensor):
-            engine.refuse_sparse(param)
-        if param.group.placements.param:
-            engine.residency.on_grad(param)
-        engine.reducer.mark_ready(param)
+        if engine.backward_error.pending:
+            return
+        try:
+            if param.group.placements.param:
+                engine.residency.on_grad(param)
+            engine.reducer.mark_ready(param)
+        except GroupShardedError as error:
+            engine.backward_error.keep(error)
 
 
 class Handles:

@@ -180,6 +180,7 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
     def step(self) -> None:
         """Update the parameters of this rank's pieces and let every rank see them.  Collective."""
         engine = self._engine
+        engine.backward_error.check()
         engine.reducer.finish()  # _agree() asks for what is left
         if self._overflowed():
             self.__dict__["skipped_steps"] += 1

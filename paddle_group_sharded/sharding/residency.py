@@ -19,7 +19,9 @@ from typing import Any
 
 import paddle
 
+from ..errors import GroupShardedError
 from ..paddle_compat import on_backward_end
+from .backward_error import BackwardError
 from .buffers import BufferPool
 from .group import GroupState, ParamGroup
 from .param import ShardedParam
@@ -45,6 +47,7 @@ class Residency:
 
     def __init__(self, groups: Sequence[ParamGroup], pool: BufferPool) -> None:
         """Manage ``groups``; all of them are sharded."""
+        self.backward_error = BackwardError()
         self._groups = list(groups)
         self._pool = pool
         self._frames: list[Frame] = []
@@ -126,7 +129,11 @@ class Residency:
     def _backward_hook(self, groups: tuple[ParamGroup, ...], outer: bool) -> Callable[[Tensor], None]:
         def gather_for_backward(grad: Tensor) -> None:
             for group in groups:
-                self._gather(group)
+                try:
+                    self._gather(group)
+                except GroupShardedError as error:
+                    self.backward_error.keep(error)
+                    group.bind_anything()
                 # A frozen group has no gradient that could tell its end: the next gather ends it, unless it was used
                 # around other layers.
                 if group.expects_grad or outer:

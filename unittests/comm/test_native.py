@@ -1,4 +1,4 @@
-"""The accelerators' communicator: its arguments and arithmetic, with gloo below (accelerators: ``tools/gpu_check.py``)."""
+"""The accelerators' communicator: its arguments and arithmetic only, with gloo below it."""
 
 from __future__ import annotations
 

@@ -128,6 +128,10 @@ class Normed(Case):
     def build(self) -> nn.Layer:
         return nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1D(6), nn.Linear(6, 3))
 
+    def optimizer(self, layer: nn.Layer) -> Any:
+        """The bias before a BatchNorm has a gradient of rounding errors only, which Adam would blow up."""
+        return paddle.optimizer.Momentum(0.05, parameters=layer.parameters())
+
     def loss(self, run: Run, batch: Any) -> Tensor:
         if run.is_reference and self.arguments["sync_buffers"] and run.world_size > 1:
             for buffer in run.layer.buffers():
@@ -196,9 +200,16 @@ def sparse(level: str) -> list[str]:
             messages.append("")
         except GroupShardedError as error:
             messages.append(str(error))
-        except Exception as error:  # what the autograd engine makes of an error in a hook
-            messages.append(f"{type(error).__name__}: {error}")
+        except SystemError as error:
+            messages.append(str(cause(error)))
     return messages
+
+
+def cause(error: BaseException) -> BaseException:
+    """What has gone wrong: the autograd engine makes a SystemError of an error in a hook."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 # ------------------------------------------------------------------------------------------------------------ unequal
@@ -215,5 +226,5 @@ def unequal(level: str) -> tuple[str, float]:
             model(paddle.ones([2, 300])).mean().backward()
         optimizer.step()
     except Exception as error:
-        return f"{type(error).__name__}: {error}", time.monotonic() - start
+        return str(cause(error)), time.monotonic() - start
     return "", time.monotonic() - start

@@ -9,8 +9,10 @@ import paddle
 from paddle import nn
 from paddle.distributed.fleet.utils import recompute
 
+from paddle_group_sharded import group_sharded_parallel
+from unittests.harness import fresh
 from unittests.sharding.dygraph_models import Case
-from unittests.sharding.parity import AVERAGED, LEVELS, Difference, Run, compare
+from unittests.sharding.parity import AVERAGED, LEVELS, Difference, Run, average_grads, compare, to_array
 
 Tensor = Any
 WIDE = 260  # a square layer of this width is a group of its own
@@ -413,11 +415,6 @@ class Adversarial(Case):
 
 def adversarial(level: Optional[str], steps: int) -> dict[str, Any]:
     """Losses and weights of both after some steps; ``level`` None averages gradients by hand."""
-    from paddle_group_sharded import group_sharded_parallel
-    from unittests.harness import fresh
-    from unittests.sharding.dygraph_models import Case
-from unittests.sharding.parity import average_grads, to_array
-
     fresh()
     pair = Adversarial.Pair()
     plain = [pair.generator, pair.critic]

@@ -175,14 +175,11 @@ class Amp(Case):
 
 
 def amp() -> dict[str, dict[str, float]]:
-    """auto_cast O1 and O2 with and without decorate, against paddle.DataParallel."""
+    """auto_cast O1 and O2, decorated or not, against paddle.DataParallel; on CPU Paddle computes in float32 then."""
     results = {}
-    for level in ("O1", "O2"):
-        for dtype in ("bfloat16", "float16"):
-            for decorate in (False, True):
-                case = Amp(level, dtype, decorate)
-                differences = compare(case)
-                results[f"{level} {dtype} {decorate}"] = {key: max(value) for key, value in differences.items()}
+    for level, dtype, decorate in (("O1", "bfloat16", False), ("O2", "bfloat16", True), ("O2", "float16", False)):
+        differences = compare(Amp(level, dtype, decorate))
+        results[f"{level} {dtype} {decorate}"] = {key: max(value) for key, value in differences.items()}
     return results
 
 

@@ -15,7 +15,7 @@ LOW_NUMEL = (8 * 7 + 7) + (7 * 5 + 5) + (5 * 3 + 3)  # 16-bit elements of the mo
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_auto_cast_equals_data_parallel(ranks: Ranks, world_size: int) -> None:
     for by_case in ranks(world_size).run(WORKER, "amp", timeout=150):
-        assert len(by_case) == 8
+        assert len(by_case) == 3
         for case, by_level in by_case.items():
             for level, difference in by_level.items():
                 assert difference <= (0.0 if world_size <= 2 else 1e-6), (case, level)
@@ -41,7 +41,7 @@ CASES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_sixteen_bits(ranks: Ranks, world_size: int) -> None:
     """Weights, and the masters that are kept for the owned pieces only, equal the rule written out."""
-    cases = CASES if world_size < 4 else [CASES[0], CASES[7]]
+    cases = CASES if world_size == 2 else [CASES[0], CASES[4], CASES[8]]
     by_rank = ranks(world_size).run(WORKER, "low_precision", cases, timeout=150)
     for number, case in enumerate(cases):
         for level in ("os", "os_g", "p_g_os"):

@@ -61,4 +61,5 @@ def test_gathered(ranks: Ranks, world_size: int, level: str) -> None:
         assert seen.pop("trained on") <= (0.0 if world_size < 3 else 1e-6)
         left = {name: seen.pop(name) for name in list(seen) if name.endswith("left")}
         assert {name: value for name, value in left.items() if value > SLACK} == {}
+        assert seen.pop("changed") == ["inner.weight", "tied.weight", "frozen.bias"]
         assert all(seen.values()), seen

@@ -26,7 +26,7 @@ from train_options import STATE_FILE, parse
         (["--accumulate", "3"], "--batch 8: expected a multiple of 2 ranks x --accumulate 3; for example 12"),
         (
             ["--amp", "bf16", "--level", "none"],
-            "--amp bf16: plain Paddle cannot step bfloat16 weights on CPU; expected ",
+            "--amp bf16: plain Paddle cannot step bfloat16 weights; expected ",
         ),
         (["--resume", "/nowhere"], "--resume /nowhere: no readable train_gpt.json there"),
     ],
