@@ -83,7 +83,7 @@ def _pickle(value: dict[str, Any], file: Any) -> None:
 def read_file(path: str) -> Contents:
     """Read a file of ``paddle.save`` that holds a dict; :class:`CheckpointError` tells what is wrong with another."""
     if not os.path.isfile(path):
-        raise CheckpointError(f"{path} does not exist")
+        raise CheckpointError(f"{path} does not exist; expected a file of save_group_sharded_model or paddle.save")
     try:
         save, checksum = _check_seal(path)
         entries = paddle.load(path, keep_name_table=True)

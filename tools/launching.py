@@ -13,14 +13,24 @@ GRACE_SECONDS = 15  # that Paddle's launcher gets to end its trainers, which nob
 
 
 def launch(
-    script: Path, *arguments: str, ranks: int, log_dir: Path, timeout: Optional[float] = None, **popen: Any
+    script: Path,
+    *arguments: str,
+    ranks: int,
+    log_dir: Path,
+    port: Optional[int] = None,
+    timeout: Optional[float] = None,
+    **popen: Any,
 ) -> tuple[int, str]:
     """Run ``script`` under Paddle's launcher, or as it is on one rank; its exit status, and what rank 0 printed.
 
+    ``port`` is where the ranks meet on this machine; None: the launcher picks one, which another process may take
+    before it is used.
     Raises ``subprocess.TimeoutExpired`` after ``timeout`` seconds, when every rank has been ended.
     """
     launcher = ["-m", "paddle.distributed.launch", "--log_level", "ERROR", "--log_dir", str(log_dir)]
     launcher += ["--nproc_per_node", str(ranks)]
+    if port is not None:
+        launcher += ["--ips", "127.0.0.1", "--start_port", str(port)]
     command = [sys.executable, *(launcher if ranks > 1 else []), str(script), *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **popen)
     try:

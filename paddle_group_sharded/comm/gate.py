@@ -27,7 +27,7 @@ from ..errors import CommError
 from .link import Link, LinkClosed, dumps, loads, wait_readable
 from .verdict import Kind, Request, Verdict, decide, explain
 
-__all__ = ["Gate", "farewell"]
+__all__ = ["Gate"]
 
 _logger = logging.getLogger(__name__)
 
@@ -43,11 +43,6 @@ _VERDICT = b"V"
 _NOTICE = b"N"  # a line for the log, or nothing
 _FAILURE = b"F"  # the reason; the last message
 _CLOSED = b"C"  # the last message
-
-
-def farewell(reason: str) -> bytes:
-    """The message after which a rank that asks raises ``reason``, where no gate has been made yet."""
-    return _FAILURE + reason.encode()
 
 
 class Gate:

@@ -58,14 +58,15 @@ class GlooComm:
         member = Member(rank, tuple(ranks))
         store = tcp_store()
         members = "group_sharded/" + "_".join(str(number) for number in ranks)
-        # Every rank counts for itself, so members agree on a new name without asking anybody else.
-        name = f"{members}/{store.add(f'{members}/opened_by/{rank}', 1)}"
         if rank == 0:
-            by_global_rank = accept_links(store, name, ranks[1:], timeout)
+            by_global_rank = accept_links(store, members, ranks[1:], timeout)
             links = {ranks.index(number): link for number, link in by_global_rank.items()}
         else:
-            links = {0: dial_link(store, name, ranks[rank], ranks[0], timeout)}
+            links = {0: dial_link(store, members, ranks[rank], ranks[0], timeout)}
         gate = Gate(rank, ranks, links, timeout)
+        # Ranks count alike only as long as no attempt has failed: the hub's number counts.
+        number = gate.exchange(f"number of {members}", store.add(f"{members}/opened_by/{rank}", 1))[0]
+        name = f"{members}/{number}"
         return cls(member, gate, *GROUPS.open(gate, member, name))
 
     def all_gather(self, full: Tensor, shard: Tensor, label: str) -> Work:

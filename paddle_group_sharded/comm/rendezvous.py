@@ -17,8 +17,7 @@ from typing import Any, NamedTuple, Optional
 
 from ..errors import CommError
 from ..paddle_compat import current_host
-from .gate import farewell
-from .link import Link
+from .link import Link, LinkClosed
 
 __all__ = ["Address", "Listener", "accept_links", "connect", "dial_link"]
 
@@ -26,6 +25,8 @@ _HELLO = struct.Struct("!32sI")  # the key, then the number of the one who dials
 _KEY_BYTES = 32
 _CONNECT_SECONDS = 30.0
 _GREETING_SECONDS = 10.0
+_RETRY_SECONDS = 0.05
+_GRACE_SECONDS = 5.0  # for the hub to say which rank is missing, before it counts as missing itself
 
 
 class Address(NamedTuple):
@@ -95,32 +96,62 @@ def connect(address: Address, number: int) -> Link:
 def accept_links(store: Any, name: str, peers: Sequence[int], timeout: float) -> dict[int, Link]:
     """Wait for every rank of ``peers`` to :func:`dial_link` the same ``name``; the link to each.
 
-    Raises :class:`CommError` naming the ranks that have not come within ``timeout`` seconds.
+    A name may be used again and again, also after a failure: who waits under it and who dials meet.
+    Raises :class:`CommError` naming the ranks that have not come within ``timeout`` seconds, on those that have too.
     """
     with Listener() as listener:
         store.set(name, json.dumps(listener.address))
         store.add(f"{name}/open", 1)
         links = listener.accept(peers, timeout)
     missing = [peer for peer in peers if peer not in links]
+    reason = _not_come(timeout, missing) if missing else ""
+    for link in links.values():
+        _send_last(link, reason.encode())  # empty: welcome
     if missing:
-        reason = _not_come(timeout, missing)
         for link in links.values():
-            link.send(farewell(reason))
             link.close()
         raise CommError(reason)
     return links
 
 
 def dial_link(store: Any, name: str, rank: int, hub: int, timeout: float) -> Link:
-    """Connect to the rank ``hub``, which calls :func:`accept_links` with ``name``, as ``rank``; waits until it has.
+    """Connect to the rank ``hub``, which calls :func:`accept_links` with ``name``, as ``rank``; waits until it has all.
 
-    Raises :class:`CommError` where it has not come within ``timeout`` seconds.
+    Raises :class:`CommError` where it has not come within ``timeout`` seconds, or what it raises.
     """
     deadline = time.monotonic() + timeout
-    while store.add(f"{name}/open", 0) == 0:  # get() would wait for ever
-        if time.monotonic() > deadline:
-            raise CommError(_not_come(timeout, [hub]))
-    return connect(Address(*json.loads(store.get(name))), rank)
+    while time.monotonic() < deadline:
+        if store.add(f"{name}/open", 0) == 0:  # get() would wait for ever
+            continue
+        link = _try(Address(*json.loads(store.get(name))), rank)
+        if link is None:  # an address of the last time
+            time.sleep(_RETRY_SECONDS)
+            continue
+        if not link.poll(deadline - time.monotonic() + _GRACE_SECONDS):
+            break
+        try:
+            reason = link.recv()
+        except LinkClosed:  # the hub has ended, or a stranger has the port by now
+            time.sleep(_RETRY_SECONDS)
+            continue
+        if reason:
+            raise CommError(reason.decode())
+        return link
+    raise CommError(_not_come(timeout, [hub]))
+
+
+def _try(address: Address, number: int) -> Optional[Link]:
+    try:
+        return connect(address, number)
+    except CommError:
+        return None
+
+
+def _send_last(link: Link, message: bytes) -> None:
+    try:
+        link.send(message)
+    except LinkClosed:
+        pass  # the first operation will say so
 
 
 def _not_come(timeout: float, missing: Sequence[int]) -> str:

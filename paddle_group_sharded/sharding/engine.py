@@ -225,6 +225,7 @@ class Engine:
         groups = self.groups_of(what)
         sharded = [group for group in groups if group.placements.param]
         self.residency.pin(sharded)
+        written = False
         try:
             yield
             if write_back:
@@ -232,8 +233,9 @@ class Engine:
                     for comm in (self.dp_comm, self.comm):
                         comm.broadcast(group.full, 0, f"write back {group.name}").wait()
                     group.store_full()
+                written = True
         finally:
-            self.residency.unpin(sharded)
+            self.residency.unpin(sharded, written)
             if not self.residency.in_call:
                 self._pool.trim()
 

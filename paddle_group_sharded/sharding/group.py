@@ -152,6 +152,11 @@ class ParamGroup:
         self.comm.all_gather(full, self.shard, self._gather_label).wait()
         return full
 
+    def reload(self) -> None:
+        """Undo changes to the full buffer.  Collective, but may be asked for by some ranks only."""
+        self.comm.all_gather(self.full, self.shard, self._gather_label).wait()
+        self.bind()
+
     def bind(self) -> None:
         """Make the parameters views of the full buffer."""
         for param in self.params:

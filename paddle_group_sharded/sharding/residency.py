@@ -201,8 +201,11 @@ class Residency:
             group.gather()
             self._pinned[group] = self._pinned.get(group, 0) + 1
 
-    def unpin(self, groups: Sequence[ParamGroup]) -> None:
-        """End one :meth:`pin`; groups that nothing else needs are released."""
+    def unpin(self, groups: Sequence[ParamGroup], written: bool) -> None:
+        """End one :meth:`pin`; groups that nothing else needs are released.
+
+        Others stay whole; unless ``written`` says that what was changed in them counts, they get their values again.
+        """
         for group in groups:
             self._pinned[group] -= 1
             if self._pinned[group] == 0:
@@ -210,6 +213,8 @@ class Residency:
                 if group.users == 0 and group not in self._held:
                     self._idle.pop(group, None)
                     group.release()
+                elif not written:
+                    group.reload()
 
     def reset_frames(self) -> None:
         """Forget calls that an exception has ended."""

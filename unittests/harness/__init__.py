@@ -1,8 +1,8 @@
 """Run cases on several ranks, after Paddle's multi-process unit tests, with the ranks reused from case to case.
 
 As in Paddle, a ``test_*.py`` holds the tests and a ``dygraph_*.py`` beside it holds what the trainers do. Starting
-trainers costs seconds, a case often only milliseconds, so a pool of N trainers is started once per pytest session
-and is then fed one case after another through pipes::
+trainers costs seconds, a case often only milliseconds, so Paddle is imported once per pytest session, by a template
+that forks the trainers, and a pool of N trainers is fed one case after another through pipes::
 
     # unittests/sharding/dygraph_parity.py: runs inside a trainer, once on every rank
     def losses(level, steps):
@@ -33,7 +33,8 @@ every rank. After one rank has raised or ended, the others get ``GRACE_SECONDS``
 
 **Ranks that shall die**: ``run(..., expect_exit={1: -9})`` passes only if rank 1 ends with that code (negative:
 signal) and all others return; the result of rank 1 is None. ``run_fresh`` takes the same arguments after the world
-size and uses new trainers for this one case, for code that should meet a new process.
+size and uses new trainers for this one case, for code that should meet a new process. (Environment variables that
+Paddle or the C library read when they are loaded, such as ``FLAGS_*``, are those of the pytest process.)
 
 **Nothing is left behind**: the trainers end with the fixture, at exit, and with a killed parent. Output goes to one
 file per rank, never to the terminal. Everything listens on 127.0.0.1 except Paddle's own key-value store.

@@ -77,9 +77,8 @@ class RankPool:
 
     def close(self) -> None:
         """End the trainers and remove their files.  A next ``run`` starts new ones."""
-        for rank in self._ranks:
-            rank.kill()
-        self._ranks = []
+        while self._ranks:
+            self._ranks.pop().kill()
         if self._lease is not None:
             self._lease.release()
         if self._directory is not None:

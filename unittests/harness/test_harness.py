@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -15,11 +16,12 @@ import numpy as np
 import pytest
 
 from unittests.harness import RankFailure, RankPool, Ranks, run_fresh
+from unittests.harness.environment import REPOSITORY, trainer_environment
 from unittests.harness.ports import PortLease
 from unittests.harness.report import Ended, Hung, Raised, Returned, failure_text
+from unittests.harness.template import Template, TrainerJob
 
 WORKER = "unittests.harness.dygraph_harness"
-_REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def alive(pid: int) -> bool:
@@ -37,6 +39,10 @@ def wait_until_gone(pids: list[int], seconds: float = 10.0) -> list[int]:
     while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.05)
     return [pid for pid in pids if alive(pid)]
+
+
+def interrupt_now(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 @pytest.fixture(scope="module")
@@ -170,14 +176,26 @@ def test_a_missing_function_is_shown(pool: RankPool) -> None:
         pool.run(WORKER, "no_such_function")
 
 
-def test_a_rank_that_does_not_start_is_shown(pool: RankPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "paddle.py").write_text("raise ImportError('this is no Paddle')\n")
+def test_a_rank_that_does_not_start_is_shown(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_id(rank: int, ports: list[int]) -> dict[str, str]:
+        return trainer_environment(rank, ports) | {"PADDLE_TRAINERS_NUM": "two"}
+
     pool.close()
     with monkeypatch.context() as patch:
-        patch.setattr("unittests.harness.rank._REPOSITORY", f"{tmp_path}{os.pathsep}{_REPOSITORY}")
-        with pytest.raises(RankFailure, match="(?s)the start of the trainers failed.*this is no Paddle"):
+        patch.setattr("unittests.harness.rank.trainer_environment", without_id)
+        with pytest.raises(RankFailure, match="(?s)the start of the trainers failed.*invalid literal.*two"):
             pool.run(WORKER, "identity", offset=0)
     assert pool.run(WORKER, "raise_on", rank=-1) == [0, 1]
+
+
+def test_a_paddle_that_cannot_be_imported_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "paddle.py").write_text("raise ImportError('this is no Paddle')\n")
+    environment = trainer_environment(0, [0])
+    environment["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{REPOSITORY}"
+    template, (ours, theirs) = Template(environment, str(tmp_path)), multiprocessing.Pipe()
+    with ours, theirs, pytest.raises(RankFailure, match="(?s)template of the trainers has ended.*this is no Paddle"):
+        template.fork(TrainerJob(environment, str(tmp_path), str(tmp_path / "o"), str(tmp_path / "s")), theirs)
+    template.close()
 
 
 # -- time limits ---------------------------------------------------------------------------------------------------
@@ -254,10 +272,7 @@ def test_an_interrupt_of_the_parent_ends_the_trainers(pool: RankPool) -> None:
     pool.run(WORKER, "raise_on", rank=-1)
     pids = pool.pids
 
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGALRM, interrupt)
+    previous = signal.signal(signal.SIGALRM, interrupt_now)
     remaining = signal.setitimer(signal.ITIMER_REAL, 1.0)
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -266,6 +281,35 @@ def test_an_interrupt_of_the_parent_ends_the_trainers(pool: RankPool) -> None:
         signal.signal(signal.SIGALRM, previous)
         signal.setitimer(signal.ITIMER_REAL, *remaining)  # pytest-timeout uses the same timer
     assert wait_until_gone(pids) == []
+
+
+def test_a_template_that_was_killed_is_replaced(pool: RankPool) -> None:
+    pool.run(WORKER, "raise_on", rank=-1)
+    pids, template = pool.pids, pool._ranks[0]._template
+    template._process.kill()
+    assert wait_until_gone(pids) == []
+    with pytest.warns(UserWarning, match="rank 0 ended by SIGKILL"):
+        assert pool.run(WORKER, "raise_on", rank=-1) == [0, 1]
+    assert pool._ranks[0]._template is not template
+
+
+def test_an_interrupted_request_ends_the_template_and_all_trainers(pool: RankPool) -> None:
+    children = pool.run(WORKER, "start_a_child")
+    pids, template = pool.pids, pool._ranks[0]._template
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(template._control, "recv", interrupt_now, raising=False)
+        with pytest.raises(KeyboardInterrupt):
+            template.exit_code(pids[0])
+    assert wait_until_gone(pids + children) == []
+    pool.close()
+    assert pool.run(WORKER, "raise_on", rank=-1) == [0, 1]
+
+
+def test_pools_share_a_template(pool: RankPool) -> None:
+    pool.run(WORKER, "raise_on", rank=-1)
+    with RankPool(1) as other:
+        other.run(WORKER, "raise_on", rank=-1)
+        assert other._ranks[0]._template is pool._ranks[1]._template
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the trainers end when they next read the pipe")
@@ -280,7 +324,7 @@ def test_a_parent_that_ends_takes_the_trainers_along(end: str) -> None:
         {end}
     """
     command = [sys.executable, "-c", textwrap.dedent(program)]
-    parent = subprocess.run(command, cwd=_REPOSITORY, stdout=subprocess.PIPE, text=True, timeout=100)
+    parent = subprocess.run(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True, timeout=100)
     pids = [int(pid) for pid in parent.stdout.split()]
     assert len(pids) == 2
     assert wait_until_gone(pids) == []

@@ -1,8 +1,4 @@
-"""The process of one rank, started by ``rank.py``: ``python -m unittests.harness.trainer PIPE PARENT_PID STACKS_FILE``.
-
-It joins the other ranks as ``fleetrun`` would have it do, says "ready", then runs each case that comes through the
-pipe and answers with its value or its traceback, until the pipe is closed.
-"""
+"""What the process of one rank does: join the others as ``fleetrun`` would have it do, then serve cases."""
 
 from __future__ import annotations
 
@@ -17,43 +13,38 @@ import sys
 import time
 import traceback
 from multiprocessing.connection import Connection
+from typing import Any, NoReturn
 
-__all__ = ["PORT_TAKEN"]
+from unittests.harness.case import CleanSlate, to_host
+
+__all__ = ["PORT_TAKEN", "die_with_parent", "serve"]
 
 PORT_TAKEN = 75  # exit code of rank 0 if somebody else listens on the port that it was given
 _PR_SET_PDEATHSIG = 1
 
 
-def main() -> None:
-    """Serve cases until the parent closes the pipe."""
-    pipe_fd, parent_pid, stacks_path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    _die_with(parent_pid)
-    pipe = Connection(pipe_fd)
+def serve(pipe: Connection, stacks_path: str) -> NoReturn:
+    """Say "ready" on ``pipe``, then answer each case with its value or its traceback until the pipe is closed."""
     stacks = open(stacks_path, "w")  # stays open for the life of the process: the signal handler writes into it
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    faulthandler.enable()  # replaces the handlers of Paddle, which show C++ frames only
     try:
         _join()
-        # After the import of Paddle, which sets handlers of its own: Python's frames come first, then Paddle's report.
-        faulthandler.enable()
-        from unittests.harness.case import CleanSlate
-
         slate = CleanSlate()
-    except Exception:
+        pipe.send(("returned", None))
+        while True:
+            pipe.send(_run(slate, *pipe.recv()))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        _end(0)
+    except BaseException:
         pipe.send(("raised", traceback.format_exc()))
         _end(1)
-    pipe.send(("ready", None))
-    while True:
-        try:
-            module, function, args, kwargs = pipe.recv()
-        except (EOFError, OSError):
-            _end(0)
-        pipe.send(_run(slate, module, function, args, kwargs))
 
 
-def _run(slate, module, function, args, kwargs):  # type: ignore[no-untyped-def]
+def _run(
+    slate: CleanSlate, module: str, function: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[str, Any]:
     """``("returned", value)`` or ``("raised", traceback)``; a value that cannot be pickled counts as raised."""
-    from unittests.harness.case import to_host
-
     try:
         with slate.case():
             value = to_host(getattr(importlib.import_module(module), function)(*args, **kwargs))
@@ -64,10 +55,9 @@ def _run(slate, module, function, args, kwargs):  # type: ignore[no-untyped-def]
 
 
 def _join() -> None:
-    """Import Paddle and make the default group; with one rank there is none, as without launch."""
+    """Make the default group; with one rank there is none, as without launch."""
     import paddle
 
-    paddle.set_device("cpu")
     if "PADDLE_TRAINER_ID" not in os.environ:
         return
     host, port = os.environ["PADDLE_MASTER"].split(":")
@@ -97,7 +87,7 @@ def _wait_for_port(host: str, port: int) -> None:
             time.sleep(0.01)  # without a limit: the parent has one for the whole start
 
 
-def _die_with(parent_pid: int) -> None:
+def die_with_parent(parent_pid: int) -> None:
     """Let the kernel kill this process when its parent ends in any way.  Elsewhere the closed pipe ends it later."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -105,7 +95,7 @@ def _die_with(parent_pid: int) -> None:
         _end(1)
 
 
-def _end(code: int) -> None:
+def _end(code: int) -> NoReturn:
     """End at once: destructors of process groups may wait for peers that have ended already."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -113,4 +103,8 @@ def _end(code: int) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    import paddle
+
+    die_with_parent(int(sys.argv[2]))
+    paddle.set_device("cpu")
+    serve(Connection(int(sys.argv[1])), sys.argv[3])

@@ -36,7 +36,7 @@ class Blocks(nn.Layer):
     def generate(self, x: Tensor, count: int) -> Tensor:
         """A loop over calls that never go through forward."""
         for _ in range(count):
-            x = F.pad(self.head(self.encode(x)), [0, 5])
+            x = paddle.concat([self.head(self.encode(x)), x[:, 3:]], axis=1)
         return x
 
     def forward(self, x: Tensor) -> Tensor:
@@ -310,7 +310,7 @@ class SomeDiscarded(Plain):
         return run.layer.head(outputs[run.step % 2]).square().mean()
 
 
-# ------------------------------------------------------------------------------------------------------ auxiliary losses
+# ----------------------------------------------------------------------------------------------------- auxiliary losses
 
 
 class Auxiliary(Plain):

@@ -353,7 +353,12 @@ class Convolutional(Case):
 
     def build(self) -> nn.Layer:
         return nn.Sequential(
-            nn.Conv2D(1, 3, 3), nn.GroupNorm(3, 3), nn.PReLU(3), nn.Conv2DTranspose(3, 2, 2), nn.Flatten(), nn.Linear(50, 2)
+            nn.Conv2D(1, 3, 3),
+            nn.GroupNorm(3, 3),
+            nn.PReLU(3),
+            nn.Conv2DTranspose(3, 2, 2),
+            nn.Flatten(),
+            nn.Linear(50, 2),
         )
 
     def batch(self, rank: int, step: int) -> Any:

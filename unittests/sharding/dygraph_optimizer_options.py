@@ -12,7 +12,7 @@ from paddle.regularizer import L1Decay, L2Decay
 
 from paddle_group_sharded import group_sharded_parallel, unwrap
 from unittests.harness import fresh
-from unittests.sharding.optim_cases import Net, OptimCase, Outcome, different, differences, outcome, states_of
+from unittests.sharding.optim_cases import Net, OptimCase, Outcome, differences, different, outcome, states_of
 from unittests.sharding.parity import AVERAGED, Run
 
 Tensor = Any
@@ -289,7 +289,7 @@ class SameData(OptimCase):
 
 
 def resumed(mode: str, start: int, stop: int, past: Any) -> tuple[Any, list[float]]:
-    """Train steps ``start`` to ``stop`` under ``mode``, after taking ``past``; returns a past for others, and losses."""
+    """Train steps ``start`` to ``stop`` under ``mode``, after taking ``past``; returns a past, and losses."""
 
     def build(net: nn.Layer) -> Any:
         return optim.AdamW(lr.StepDecay(0.02, 3), parameters=net.parameters(), weight_decay=0.1)
@@ -365,7 +365,7 @@ def attributes() -> dict[str, Any]:
     optimizer.set_lr(0.25)
     seen["written"] = (own._beta2, own.something, own.get_lr(), optimizer.get_lr(), optimizer.something)
     try:
-        optimizer.not_there
+        _ = optimizer.not_there
     except AttributeError as error:
         seen["missing"] = str(error)
     return seen

@@ -115,6 +115,9 @@ def class_names() -> list[str]:
     return [name for name in optim.__all__ if name != "Optimizer"]
 
 
+NO_ELEMENTS = not paddle.__version__.startswith("2.")  # Paddle 2.6 has no such parameters
+
+
 class Odd(nn.Layer):
     """A parameter of no dimensions and one of no elements beside a common one."""
 
@@ -122,7 +125,8 @@ class Odd(nn.Layer):
         super().__init__()
         self.linear = self.out = nn.Linear(8, 7)
         self.factor = self.create_parameter([], default_initializer=nn.initializer.Constant(0.5))
-        self.nothing = self.create_parameter([0, 4], default_initializer=nn.initializer.Constant(0.0))
+        zeros = nn.initializer.Constant(0.0)
+        self.nothing = self.create_parameter([0 if NO_ELEMENTS else 1, 4], default_initializer=zeros)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x) * self.factor + self.nothing.sum()

@@ -186,15 +186,15 @@ def gathered(level: str) -> dict[str, Any]:
         case.train_step(run, case.batch(run.rank, step))
     model, net, optimizer = run.model, run.layer, run.optimizer
     whole = {name: to_array(value) for name, value in model.state_dict().items()}
+    params = dict(net.named_parameters())
     kinds = {
         "model": (None, list(whole)),
         "layer": (net.out, ["out.weight", "out.bias"]),
         "tied layer": (net.tied, ["inner.weight"]),
-        "parameter": (net.scale, ["scale"]),
+        "parameter": (params["scale"], ["scale"]),
         "name": ("tied.weight", ["inner.weight"]),
         "list": ([net.norm, "frozen.weight", net.out.bias], ["norm.weight", "norm.bias", "frozen.weight", "out.bias"]),
     }
-    params = dict(net.named_parameters())
     before = allocated_bytes()
     seen: dict[str, Any] = {}
     for kind, (what, names) in kinds.items():
@@ -217,14 +217,21 @@ def gathered(level: str) -> dict[str, Any]:
     seen["exception, left"] = allocated_bytes() - before
     # Without write_back changes are undone where parameters are sharded.
     if level == "p_g_os" and run.world_size > 1:
-        with model.gathered():
-            for param in net.parameters():
-                param.set_value(paddle.zeros_like(param))
-            net.inner.weight.set_value(paddle.ones_like(net.inner.weight))
-        after = {name: to_array(value) for name, value in model.state_dict().items()}
-        seen["undone"] = all(np.array_equal(value, whole[name]) for name, value in after.items())
-        del param, after  # the copies that were compared, and the last one that was written
-        seen["undone, left"] = allocated_bytes() - before
+        for held in (False, True):  # a read outside any call keeps the group whole until the step
+            if held:
+                first = net.scale.numpy()
+            with model.gathered():
+                for param in net.parameters():
+                    param.set_value(paddle.zeros_like(param))
+                net.inner.weight.set_value(paddle.ones_like(net.inner.weight))
+            if held:
+                seen["undone though held"] = bool((params["scale"].numpy() == first).all())
+            after = {name: to_array(value) for name, value in model.state_dict().items()}
+            seen[f"undone, held {held}"] = all(np.array_equal(value, whole[name]) for name, value in after.items())
+            del param, after  # the copies that were compared, and the last one that was written
+            if not held:
+                seen["undone, left"] = allocated_bytes() - before
+        before = allocated_bytes()
     # With it, the values of rank 0 are everyone's, and training goes on from them.
     with model.gathered(["inner.weight", net.frozen], write_back=True):
         net.inner.weight.set_value(paddle.full([8, 13], 0.1 + run.rank))

@@ -36,7 +36,10 @@ AVERAGED = "averaged"
 
 
 class Difference(NamedTuple):
-    """The largest absolute difference of anything that training leaves behind; inf where names or shapes differ."""
+    """The largest difference of anything that training leaves behind: absolute, but relative for losses above 1.
+
+    Infinite where names, shapes or dtypes differ.
+    """
 
     losses: float
     weights: float
@@ -129,7 +132,8 @@ def compare(case: Case, levels: Sequence[str] = LEVELS, steps: int = 10) -> dict
     result = {}
     for level in levels:
         ours, our_state = train(case, level, steps)
-        result[level] = Difference(float(np.max(np.abs(np.subtract(losses, ours)))), _distance(state, our_state))
+        apart = np.abs(np.subtract(losses, ours)) / np.maximum(1.0, np.abs(losses))
+        result[level] = Difference(float(np.max(apart)), _distance(state, our_state))
     return result
 
 

@@ -100,9 +100,9 @@ def build(tree: Any) -> nn.Layer:
         return nn.ReLU()
     kind, children = tree
     layers = [build(child) for child in children]
-    return {"block": lambda: block(*layers), "list": lambda: nn.LayerList(layers), "sequential": lambda: nn.Sequential(*layers)}[
-        kind
-    ]()
+    if kind == "list":
+        return nn.LayerList(layers)
+    return nn.Sequential(*layers) if kind == "sequential" else block(*layers)
 
 
 @given(TREES)

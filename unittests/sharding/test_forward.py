@@ -10,8 +10,8 @@ from unittests.sharding.tolerance import check
 WORKER = "unittests.sharding.dygraph_forward"
 
 USES = (
-    "InsideAnother OutsideAny Penalty WeightsOnly Directly EncoderAlone Generating Written WrittenBranches SummedWeights "
-    "SomeDiscarded"
+    "InsideAnother OutsideAny Penalty WeightsOnly Directly EncoderAlone Generating Written WrittenBranches "
+    "SummedWeights SomeDiscarded"
 ).split()
 AUXILIARY = "Auxiliary AuxiliaryAlone".split()
 VIEWS = "Views Slices Chunked".split()
@@ -32,5 +32,5 @@ def test_two_backward_passes(ranks: Ranks, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_selection_on_one_and_four_ranks(ranks: Ranks, world_size: int) -> None:
-    for case in ("InsideAnother", "OutsideAny", "Generating", "WrittenBranches", "Auxiliary", "Views", "Returning-nested"):
+    for case in "InsideAnother OutsideAny Generating WrittenBranches Auxiliary Views Returning-nested".split():
         check(ranks(world_size).run(WORKER, "parity", case), world_size)

@@ -43,7 +43,7 @@ def test_nothing_trainable(ranks: Ranks, world_size: int) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_bfloat16_beside_float32(ranks: Ranks, level: str) -> None:
-    """B8: the float32 master follows a float32 run that rounds where it computes, within what rounding gradients costs."""
+    """B8: the float32 master follows a float32 run that rounds where it computes, up to the rounding of gradients."""
     reference = ranks(2).run(WORKER, "mixed_precision", None, steps=10)
     for expected, found in zip(reference, ranks(2).run(WORKER, "mixed_precision", level, steps=10)):
         assert found["dtypes"]["weight"] == "paddle.bfloat16" and found["dtypes"]["scale"] == "paddle.float32"

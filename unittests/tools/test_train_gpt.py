@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from launching import launch  # runs a subprocess
 
+from unittests.harness.ports import PortLease
 from unittests.tools import TOOLS
 
 # Dropout and two micro-batches: what a resumed run, or another level, would get wrong first.
@@ -27,15 +28,20 @@ class Run:
     def __init__(self, folder: Path, ranks: int, *arguments: str) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        self.status, self.output = launch(
-            TOOLS / "train_gpt.py",
-            *["--save", str(folder), *arguments],
-            ranks=ranks,
-            log_dir=folder / "log",
-            timeout=240,
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(TOOLS.parent), "OMP_NUM_THREADS": "1"},
-        )
+        lease = PortLease(1)
+        try:
+            self.status, self.output = launch(
+                TOOLS / "train_gpt.py",
+                *["--save", str(folder), *arguments],
+                ranks=ranks,
+                log_dir=folder / "log",
+                port=lease.ports[0],
+                timeout=240,
+                cwd=folder,
+                env={**os.environ, "PYTHONPATH": str(TOOLS.parent), "OMP_NUM_THREADS": "1"},
+            )
+        finally:
+            lease.release()
 
     def number(self, label: str) -> float:
         """The first number after ``label`` and blanks."""
