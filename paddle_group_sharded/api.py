@@ -8,11 +8,11 @@ from typing import Any, Optional
 import paddle
 from paddle import nn
 
-from .checks import check_together, names_root
+from .checks import check_together
 from .comm import LocalComm, create_comm
 from .errors import CheckpointError, UsageError
 from .model_files import load_group_sharded_model, save_group_sharded_model
-from .paddle_compat import param_groups
+from .paddle_compat import param_groups, unwrapped_layer
 from .sharding.engine import Engine
 from .sharding.model import ShardedModel
 from .sharding.optimizer import ShardedOptimizer
@@ -88,7 +88,7 @@ def group_sharded_parallel(
         }
         inner, config = check_together((comm, dp_comm), model, optimizer, level, scaler, arguments)
         optimized = {id(param) for _, params, _ in param_groups(inner) for param in params}
-        engine = Engine(model, names_root(model), optimized, config, comm, dp_comm)
+        engine = Engine(model, unwrapped_layer(model), optimized, config, comm, dp_comm)
         engine.reducer.synchronous = sync_comm
     except BaseException:
         comm.close()

@@ -14,7 +14,7 @@ from paddle import nn
 from .comm import Comm
 from .comm.agreement import agree
 from .errors import GroupShardedError, UsageError
-from .paddle_compat import forward_pre_hooks, has_memory, lr_scheduler, optimizer_options, param_groups
+from .paddle_compat import forward_pre_hooks, has_memory, lr_scheduler, optimizer_options, param_groups, unwrapped_layer
 from .sharding.clip import check_clip
 from .sharding.engine import EngineConfig, is_sharded, named_params
 from .sharding.hooks import RootHook
@@ -23,7 +23,7 @@ from .sharding.model import ShardedModel
 from .sharding.optimizer import ShardedOptimizer
 from .sharding.rules import unwrap_optimizer
 
-__all__ = ["check_together", "names_root"]
+__all__ = ["check_together"]
 
 
 def check_together(
@@ -39,13 +39,6 @@ def check_together(
         problem = error
     agree(comms, "group_sharded_parallel", problem, signature, _difference)
     return inner, config
-
-
-def names_root(model: nn.Layer) -> nn.Layer:
-    """The layer whose structured names the user knows: inside Paddle's MixPrecisionLayer, else the model itself."""
-    while type(model).__name__ == "MixPrecisionLayer":
-        model = model._layers
-    return model
 
 
 # ------------------------------------------------------------------------------------------------------- on each rank
@@ -146,11 +139,15 @@ def _signature(
     model: nn.Layer, inner: Any, config: EngineConfig, scaler: Any, arguments: dict[str, Any]
 ) -> dict[str, Any]:
     """What has to be equal on every rank, under the words by which a message calls it."""
-    root = names_root(model)
+    root = unwrapped_layer(model)
     layer_names = {id(layer): name for name, layer in model.named_sublayers(include_self=True)}
     number = {id(entry[2]): index for index, entry in enumerate(named_params(root))}
-    whole = [item if isinstance(item, str) else layer_names.get(item, "no layer of the model") for item in config.whole_layers]
-    options = {**asdict(config), **arguments, "exclude_layer": whole, "whole_layers": whole, "scaler": scaler is not None}
+    whole = [
+        item if isinstance(item, str) else layer_names.get(item, "no layer of the model")
+        for item in config.whole_layers
+    ]
+    options = {**asdict(config), **arguments, "exclude_layer": whole, "whole_layers": whole}
+    options["scaler"] = scaler is not None
     scheduler = lr_scheduler(inner)
     return {
         "arguments": {name: str(value) for name, value in options.items()},

@@ -11,11 +11,11 @@ import os
 from collections.abc import Mapping
 from typing import Any, Callable, Optional
 
-import paddle
 from paddle import nn
 
 from .comm.agreement import agree
 from .errors import CheckpointError, GroupShardedError, UsageError
+from .paddle_compat import unwrapped_layer
 from .paddle_files import FileSet, read_file
 from .plain_optimizer import prepare_plain_optimizer
 from .sharding.engine import Engine
@@ -178,7 +178,7 @@ def _prepare(model: Any, path: Any, optimizer: Optional[Any]) -> tuple[list[Call
     file = read_file(model_path)
     entries = file.entries
     file_names = entries.pop(_NAME_TABLE, {})
-    root = model._names_root if isinstance(model, ShardedModel) else _unwrapped(model)
+    root = model._names_root if isinstance(model, ShardedModel) else unwrapped_layer(model)
     targets = plain_state(root)
     _check_entries(entries, targets, model_path)
     if isinstance(model, ShardedModel):
@@ -192,7 +192,8 @@ def _prepare(model: Any, path: Any, optimizer: Optional[Any]) -> tuple[list[Call
     optimizer_file = read_file(optimizer_path)
     if file.save is not None and optimizer_file.save is not None and file.save != optimizer_file.save:
         raise CheckpointError(
-            f"{optimizer_path} was written by another save than {model_path}; pass optimizer=None to read the weights only"
+            f"{optimizer_path} was written by another save than {model_path}; "
+            "pass optimizer=None to read the weights only"
         )
     new_names = {file_names[name]: tensor.name for name, tensor in targets.items() if name in file_names}
     state = _rename(optimizer_file.entries, new_names)
@@ -219,12 +220,6 @@ def _find_files(path: str) -> tuple[str, str]:
         return os.path.join(path, MODEL_FILE), os.path.join(path, OPTIMIZER_FILE)
     stem = path[: -len(".pdparams")] if path.endswith(".pdparams") else path
     return f"{stem}.pdparams", f"{stem}.pdopt"
-
-
-def _unwrapped(model: nn.Layer) -> nn.Layer:
-    while isinstance(model, paddle.DataParallel) or type(model).__name__ == "MixPrecisionLayer":
-        model = model._layers
-    return model
 
 
 def _check_entries(entries: Mapping[str, Any], targets: Mapping[str, Any], path: str) -> None:

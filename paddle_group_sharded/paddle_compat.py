@@ -61,6 +61,7 @@ __all__ = [
     "take_pending_states",
     "tcp_store",
     "tensor_over",
+    "unwrapped_layer",
 ]
 
 Tensor = Any
@@ -200,6 +201,13 @@ def set_layer_params(layer: Any, params: Any) -> None:
     layer.__dict__["_parameters"] = params
 
 
+def unwrapped_layer(layer: Any) -> Any:
+    """The user's own layer inside Paddle's wrappers: ``DataParallel``, fleet's ``MixPrecisionLayer``."""
+    while isinstance(layer, paddle.DataParallel) or type(layer).__name__ == "MixPrecisionLayer":
+        layer = layer._layers
+    return layer
+
+
 def forward_pre_hooks(layer: Any) -> list[Any]:
     """The hooks that run before the forward of ``layer``."""
     return list(layer._forward_pre_hooks.values())
@@ -272,7 +280,7 @@ def new_param(like: Tensor, shape: Sequence[int], dtype: Any) -> Tensor:
 
 def copy_options(source: Tensor, target: Tensor) -> None:
     """Give one parameter the rate, the regularizer, the clip flag and the other attributes of another."""
-    vars(target).update((key, value) for key, value in vars(source).items() if key != "main_grad")
+    target.__dict__.update((key, value) for key, value in vars(source).items() if key != "main_grad")
 
 
 # Attributes, and options of groups, that hold a function of a parameter; what else a step of units sets aside.
@@ -301,7 +309,7 @@ def step_units(
     has_groups = bool(optimizer._param_groups) and isinstance(optimizer._param_groups[0], dict)
     before = {key: value for key, value in vars(optimizer).items() if key in _PARAM_FUNCTIONS}
     before.update({key: vars(optimizer)[key] for key in _STEP_OPTIONS if key in vars(optimizer)})
-    vars(optimizer).update(shown(before), _grad_clip=None, _use_multi_tensor=None)
+    optimizer.__dict__.update(shown(before), _grad_clip=None, _use_multi_tensor=None)
     optimizer._default_dict = shown(optimizer._default_dict)
     try:
         with paddle.no_grad():
@@ -313,7 +321,7 @@ def step_units(
                     loss=None, startup_program=None, params_grads=params_grads, param_group_idx=index
                 )
     finally:
-        vars(optimizer).update(before)
+        optimizer.__dict__.update(before)
 
 
 def forget_fused_params(optimizer: Optimizer) -> None:
@@ -443,15 +451,15 @@ def open_tcp_store(host: str, port: int, serve: bool) -> Any:
 class GlooGroup:
     """A gloo process group that Paddle's registry of groups does not hand out to anybody else.
 
-    Every method takes contiguous CPU tensors, blocks until done, and releases the GIL meanwhile.  Paddle keeps the group,
-    its sockets and its threads until the process ends.
+    Every method takes contiguous CPU tensors, blocks until done, and releases the GIL meanwhile.  Paddle keeps the
+    group, its sockets and its threads until the process ends.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, group_id: int) -> None:
         """Collective over the members; ``group_id`` must be new to the process.
 
-        ``store`` must be new to gloo: Paddle leaves the addresses of every group under the same names, so a rank that is
-        slow to overwrite its own sends the others to sockets of an earlier group ("Connection refused").
+        ``store`` must be new to gloo: Paddle leaves the addresses of every group under the same names, so a rank that
+        is slow to overwrite its own sends the others to sockets of an earlier group ("Connection refused").
         """
         self._group = core.ProcessGroupGloo.create(store, rank, world_size, group_id)
 

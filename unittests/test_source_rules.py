@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import doctest
+import functools
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,6 +86,7 @@ def private_names(tree: ast.Module, own: frozenset[str]) -> list[str]:
     return found
 
 
+@functools.cache
 def own_attributes() -> frozenset[str]:
     """Private names that the package defines: functions, assignments to self, fields, slots."""
     names = set(PUBLIC_IN_SPITE_OF_THEIR_NAMES)

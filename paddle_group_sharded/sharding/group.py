@@ -267,7 +267,8 @@ class ParamGroup:
             if known is not None:
                 accumulate(known, value)
             elif not self.placements.grad:  # rounded alike at every level
-                self._grads[overlap.segment] = value if value.dtype == self.grad_dtype else value.astype(self.grad_dtype)
+                same = value.dtype == self.grad_dtype
+                self._grads[overlap.segment] = value if same else value.astype(self.grad_dtype)
             elif value.size:
                 self._grads[overlap.segment] = view = self._grad_view(overlap.segment)
                 copy_into(view, value)

@@ -24,7 +24,7 @@ Layer = Any
 
 
 class ReadThrough(OrderedDict):  # type: ignore[type-arg]
-    """A layer's parameters by name; reading one as ``layer.name``, or out of a ``ParameterList``, gathers its group first.
+    """A layer's parameters by name; reading one (``layer.name``, an item of a ``ParameterList``) gathers its group.
 
     ``parameters()``, ``named_parameters()`` and ``state_dict()`` iterate over items and do not come by here.
     """

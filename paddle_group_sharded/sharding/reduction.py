@@ -5,9 +5,9 @@ is ready when Paddle has accumulated the gradient of each of its parameters, and
 it in the order are.  What the backward passes did not reach (unused, branching) is settled with zeros at the next fixed
 point, so every rank issues the same list, whatever its data.
 
-Gradients that come later (a second backward pass, a layer that recompute runs twice) stay with the parameters, as inside
-no_sync(), for the next time that their group is issued.  Before a step the ranks agree on what is left, since how often
-a layer was used may differ between them.
+Gradients that come later (a second backward pass, a layer that recompute runs twice) stay with the parameters, as
+inside no_sync(), for the next time that their group is issued.  Before a step the ranks agree on what is left, since
+how often a layer was used may differ between them.
 """
 
 from __future__ import annotations

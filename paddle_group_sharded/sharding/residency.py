@@ -5,9 +5,9 @@ one of its parameters is read inside another layer's call, and belongs to the in
 frame uses it any more it is idle, and an idle group is released when the next one is gathered, so neighbours that share
 a group, and a layer called twice, cost one gather.
 
-Backward needs the weights again: every frame that used groups registers a hook on its output tensors, and on those that
-a user's layer keeps in its attributes (auxiliary losses), which gathers them before the layer's own backward runs.  Such
-a group stays until its gradients are complete.  Two kinds cannot be told in that way: a frame that leaves no
+Backward needs the weights again: every frame that used groups registers a hook on its output tensors, and on those
+that a user's layer keeps in its attributes (auxiliary losses), which gathers them before the layer's own backward runs.
+Such a group stays until its gradients are complete.  Two kinds cannot be told in that way: a frame that leaves no
 differentiable tensor behind, and a read outside any frame; their groups stay until the step.
 """
 
@@ -77,7 +77,7 @@ class Residency:
             self.adopt_writes()
 
     def adopt_writes(self) -> None:
-        """Keep what the user has written to any parameter: other ranks may gather from this rank's shards from now on."""
+        """Keep what the user has written to any parameter: other ranks may gather this rank's shards from now on."""
         for group in self._groups:
             group.adopt_writes()
 

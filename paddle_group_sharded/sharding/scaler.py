@@ -21,6 +21,7 @@ class ShardedGradScaler(GradScaler):  # type: ignore[misc]
     """
 
     skipped_steps = 0
+    _scale: Any  # Paddle's own, of shape [1]
     plain_class: type[GradScaler] = GradScaler  # of the user's scaler
 
     def _unscale(self, optimizer: Any) -> None:
