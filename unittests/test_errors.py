@@ -15,7 +15,10 @@ from paddle_group_sharded import errors
 PACKAGE = Path(paddle_group_sharded.__file__).parent
 OURS = ("UsageError", "StateError", "CommError", "CheckpointError")
 # What a reader has to find: what is wanted, or what is the matter, in words and not as a bare name.
-SAYS_MORE = ("expected", "must", "; ", ", got", "cannot", "not ", "differ", "already", "damaged", "ended", "no ", "has been closed")
+SAYS_MORE = (
+    *("expected", "must", "; ", ", got", "cannot", "not ", "differ", "already", "damaged", "ended", "no "),
+    "has been closed",
+)
 # Not for users' mistakes: the protocol of attribute access, and arguments that our own code gives.
 ALLOWED = {"AttributeError", "ValueError", "NotImplementedError", "SystemExit", "KeyError"}
 
@@ -52,7 +55,12 @@ def messages() -> Iterator[tuple[str, str, str]]:
 
 @pytest.mark.parametrize(
     ("name", "builtin"),
-    [("UsageError", ValueError), ("StateError", RuntimeError), ("CommError", RuntimeError), ("CheckpointError", RuntimeError)],
+    [
+        ("UsageError", ValueError),
+        ("StateError", RuntimeError),
+        ("CommError", RuntimeError),
+        ("CheckpointError", RuntimeError),
+    ],
 )
 def test_one_tree_that_travels_between_ranks(name: str, builtin: type) -> None:
     cls = getattr(paddle_group_sharded, name)

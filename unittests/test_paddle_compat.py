@@ -54,7 +54,9 @@ def test_allocated_and_peak_bytes() -> None:
     assert compat.peak_bytes() == highest
 
 
-@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("float64", 8), ("bfloat16", 2), ("float16", 2), ("bool", 1)])
+@pytest.mark.parametrize(
+    ("dtype", "size"), [("float32", 4), ("float64", 8), ("bfloat16", 2), ("float16", 2), ("bool", 1)]
+)
 def test_element_size(dtype: str, size: int) -> None:
     assert compat.element_size(paddle.zeros([1]).astype(dtype).dtype) == size
 
@@ -155,6 +157,17 @@ def test_layer_params_and_set_layer_params() -> None:
     assert [name for name, _ in layer.named_parameters()] == ["weight", "bias"] and seen == ["weight"]
 
 
+def test_unwrapped_layer() -> None:
+    class MixPrecisionLayer(nn.Layer):
+        def __init__(self, layers: Any) -> None:
+            super().__init__()
+            self._layers = layers
+
+    layer = linear()
+    assert compat.unwrapped_layer(MixPrecisionLayer(layer)) is layer
+    assert compat.unwrapped_layer(layer) is layer
+
+
 def test_forward_pre_hooks() -> None:
     layer = linear()
 
@@ -250,7 +263,8 @@ def test_step_units_and_param_groups(grouped: bool) -> None:
         if grouped:
             params = [{"params": [layer.weight], "learning_rate": 0.5}, {"params": [layer.bias], "weight_decay": 0.3}]
         clip = nn.ClipGradByGlobalNorm(0.01)
-        optimizer = paddle.optimizer.AdamW(0.1, parameters=params, weight_decay=0.1, grad_clip=clip if by_units else None)
+        grad_clip = clip if by_units else None
+        optimizer = paddle.optimizer.AdamW(0.1, parameters=params, weight_decay=0.1, grad_clip=grad_clip)
         backward(layer)
         if by_units:
             plan = [

@@ -240,6 +240,7 @@ class ParamGroup:
     def reduce(self) -> Work:
         """Begin to sum the local gradients over the ranks; they are taken from the parameters.  Collective."""
         segments: list[Segment] = []
+        grad_dtype = self.grad_dtype
         for param in self.params:
             if param.expects_grad and is_sparse(param.tensor):
                 raise UsageError(
@@ -253,13 +254,14 @@ class ParamGroup:
                 segments.append(param.numel)
                 continue
             param.reached = True
-            segments.append(grad if grad.dtype == self.grad_dtype else grad.astype(self.grad_dtype))
+            segments.append(grad if grad.dtype == grad_dtype else grad.astype(grad_dtype))
         if all(isinstance(segment, int) for segment in segments):
-            segments[0] = paddle.zeros([self.params[0].numel]).astype(self.grad_dtype)
+            segments[0] = paddle.zeros([self.params[0].numel]).astype(grad_dtype)
         return self.comm.reduce_scatter(segments, self.layout.numel, f"reduce {self.name}")
 
     def absorb(self, overlaps: Sequence[Overlap], scale: float) -> None:
         """Add ``scale`` times a reduction's result to the gradients of this rank's pieces."""
+        grad_dtype = self.grad_dtype
         for overlap in overlaps:
             value = overlap.value
             value.scale_(scale)
@@ -267,8 +269,7 @@ class ParamGroup:
             if known is not None:
                 accumulate(known, value)
             elif not self.placements.grad:  # rounded alike at every level
-                same = value.dtype == self.grad_dtype
-                self._grads[overlap.segment] = value if same else value.astype(self.grad_dtype)
+                self._grads[overlap.segment] = value if value.dtype == grad_dtype else value.astype(grad_dtype)
             elif value.size:
                 self._grads[overlap.segment] = view = self._grad_view(overlap.segment)
                 copy_into(view, value)

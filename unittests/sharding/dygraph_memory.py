@@ -65,7 +65,7 @@ def peaks(level: str, widths: list[int], steps: int, **arguments: Any) -> dict[s
 
     The statistics cannot be set back, so a peak that came before may hide a later one: ``hidden`` bytes at most.
     """
-    layer = nn.Sequential(*(Block(width) for width in widths))
+    layer = nn.Sequential(*(nn.Linear(width, width) for width in widths))
     optimizer = paddle.optimizer.AdamW(0.01, parameters=layer.parameters())
     before, hidden = allocated_bytes(), peak_bytes() - allocated_bytes()
     model, optimizer, _ = group_sharded_parallel(layer, optimizer, level, **arguments)

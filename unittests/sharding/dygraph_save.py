@@ -249,7 +249,6 @@ def weights_after(folder: str, level: str, saves: bool) -> dict[str, Any]:
     def save() -> None:
         if saves:
             save_group_sharded_model(model, f"{folder}/{level}", optimizer)
-            assert all(tuple(v.shape) == tuple(p.shape) for v, p in zip(model.state_dict().values(), model._layer.state_dict().values()))
 
     paddle.seed(3 + rank)
     for step in range(6):
