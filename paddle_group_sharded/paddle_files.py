@@ -21,7 +21,7 @@ __all__ = ["Contents", "FileSet", "read_file"]
 _SEAL = b"\ngroup_sharded %s %08x\n"
 _SAVE_DIGITS = 16
 _SEAL_BYTES = len(_SEAL % (b"0" * _SAVE_DIGITS, 0))
-_CHUNK = 1 << 20  # bytes
+_CHUNK = 1 << 16  # bytes
 
 
 class Contents(NamedTuple):

@@ -459,7 +459,8 @@ CASES = {
         *BRANCHES, *(wide(case) for case in BRANCHES),
         UsedTwice, Siamese, TwoForwardsTwoBackwards, TwoBranchesTwoBackwards, KeptGraph, MultiTask, MultiTaskSmall,
         InputGradient, Recomputed, RecomputedSmall, RecomputedWithoutReentrance, RecomputedDataParallel,
-        RecomputedBranches, RecomputedBranchesSmall, ForwardWithoutBackward, BackwardWithoutStep, EvalBetween, ErrorInForward, CaughtInside,
+        RecomputedBranches, RecomputedBranchesSmall, ForwardWithoutBackward, BackwardWithoutStep, EvalBetween,
+        ErrorInForward, CaughtInside,
     )
 }  # fmt: skip
 

@@ -464,3 +464,12 @@ def twice(case: str, level: str, steps: int = 10) -> bool:
     """Whether two trainings end with the same bits (L12)."""
     first, second = (train(CASES[case](), level, steps) for _ in range(2))
     return first[0] == second[0] and all(np.array_equal(first[1][name], second[1][name]) for name in first[1])
+
+
+def creates_empty_parameters() -> bool:
+    """Whether this Paddle has parameters without elements at all."""
+    try:
+        Owner([0])
+    except AssertionError:
+        return False
+    return True
