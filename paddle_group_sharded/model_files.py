@@ -19,6 +19,7 @@ from .paddle_compat import unwrapped_layer
 from .paddle_files import FileSet, read_file
 from .plain_optimizer import prepare_plain_optimizer
 from .sharding.engine import Engine
+from .sharding.loading import set_whole
 from .sharding.matching import MASTER_SUFFIX, split_key
 from .sharding.model import ShardedModel
 from .sharding.optimizer import ShardedOptimizer
@@ -182,7 +183,7 @@ def _prepare(model: Any, path: Any, optimizer: Optional[Any]) -> tuple[list[Call
     targets = plain_state(root)
     _check_entries(entries, targets, model_path)
     if isinstance(model, ShardedModel):
-        actions = [lambda: model._set_whole(targets, entries)]
+        actions = [lambda: set_whole(model._engine, targets, entries)]
     else:
         actions = [lambda: _set_plain(targets, entries)]
     if optimizer is None:

@@ -88,6 +88,7 @@ class Engine:
         self._broadcast_buffers()
         self._finalizer = weakref.finalize(self, _close_all, (comm, dp_comm))
         self.handles: Handles = install(self, layer)
+        self._watch_gradients()  # now: layers may be called without the model's own forward
         for param in self.params:
             param.tensor.group_sharded_id = id(param.tensor)
 
@@ -147,10 +148,14 @@ class Engine:
         self.backward_error.check()
         self.residency.begin_forward()
         self.reducer.settle()
-        if self.config.level.placements.grad:
-            self.handles.watch_gradients(self, self.params)
+        self._watch_gradients()
         if self.config.sync_buffers:
             self._broadcast_buffers()
+
+    def _watch_gradients(self) -> None:
+        """Hook what is trainable by now."""
+        if self.config.level.placements.grad:
+            self.handles.watch_gradients(self, self.params)
 
     def finish_grads(self) -> None:
         """Make the gradients of this rank's pieces final.  Collective."""

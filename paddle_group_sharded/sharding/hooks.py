@@ -12,6 +12,7 @@ import paddle
 from ..errors import GroupShardedError
 from ..paddle_compat import layer_params, on_grad_ready, set_layer_params
 from .group import ParamGroup
+from .loading import LoadWhole
 from .param import ShardedParam
 from .whole import WholeStateHook
 
@@ -143,6 +144,8 @@ def _install_layer(
 
     handles.add(layer.register_forward_pre_hook(before).remove)
     handles.add(layer.register_forward_post_hook(after).remove)
+    if any(id(param) in sharded for param in layer.parameters()):
+        handles.add(LoadWhole(engine, layer).remove)
     if not groups:
         return
     plain = layer_params(layer)

@@ -8,12 +8,11 @@ from typing import Any
 
 from paddle import nn
 
-from ..comm.agreement import agree
 from ..errors import UsageError
 from .engine import Engine, named_params
-from .matching import fingerprint, values_differ
+from .loading import load_whole
 from .optimizer import ShardedOptimizer
-from .whole import as_tensor, plain_state, state_problems, whole_params
+from .whole import whole_params
 
 __all__ = ["ShardedModel"]
 
@@ -91,36 +90,7 @@ class ShardedModel(nn.Layer):  # type: ignore[misc]
         Nothing is changed where a shape does not fit or the ranks give different values: :class:`UsageError`, on every
         rank, names the entry.
         """
-        targets = plain_state(self._names_root)
-        if not use_structured_name:
-            targets = {tensor.name: tensor for tensor in targets.values()}
-        given = {name: state_dict[name] for name in targets if name in state_dict}
-        problems = state_problems(targets, given)
-        problem = UsageError("the state does not fit the model; " + "; ".join(problems)) if problems else None
-        # Buffers, and the statistics of a BatchNorm, which are frozen parameters, are each rank's own.
-        shared = {name: value for name, value in given.items() if self._is_shared(targets[name])}
-        checksum = fingerprint(shared) if problem is None else 0
-        agree((self._engine.comm, self._engine.dp_comm), "model.set_state_dict", problem, checksum, values_differ)
-        self._set_whole(targets, given)
-        missing = [name for name in targets if name not in state_dict]
-        return missing, [name for name in state_dict if name not in targets]
-
-    def _is_shared(self, tensor: Tensor) -> bool:
-        """Whether the engine keeps ``tensor`` equal on all ranks."""
-        param = self._engine.by_id.get(id(tensor))
-        return param is not None and (param.group.placements.param or not tensor.stop_gradient)
-
-    def _set_whole(self, targets: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Set those ``targets`` that have a value, given alike on every rank.  No communication."""
-        engine = self._engine
-        for name, tensor in targets.items():
-            if name not in values:
-                continue
-            value = as_tensor(values[name])
-            if id(tensor) in engine.by_id:
-                engine.write_param(engine.by_id[id(tensor)], value)
-            else:
-                tensor.set_value(value.astype(tensor.dtype))
+        return load_whole(self._engine, self._names_root, state_dict, use_structured_name)
 
     @property
     def _names_root(self) -> nn.Layer:

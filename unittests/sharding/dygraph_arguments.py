@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any, Optional
 
 import numpy as np
@@ -106,7 +107,7 @@ def grid_groups(rows: list[list[int]], columns: list[list[int]]) -> tuple[Any, A
 
 
 def grid(
-    programs: list[str], rows: list[list[int]], columns: list[list[int]], levels: list[str] = list(LEVELS)
+    programs: list[str], rows: list[list[int]], columns: list[list[int]], levels: Sequence[str] = LEVELS
 ) -> dict[str, dict[str, float]]:
     """Differences from gradients averaged over all ranks."""
     group, dp_group = grid_groups(rows, columns)

@@ -121,6 +121,7 @@ class LowPrecision(nn.Layer):
         self.weight = self.create_parameter([5, 3], dtype="bfloat16")
         self.bias = self.create_parameter([3], dtype="bfloat16", is_bias=True)
         self.register_buffer("low", paddle.to_tensor([1.0, 2.0]).astype("float16"))
+        self.low.name = "low"
 
     def forward(self, x: Any) -> Any:
         return paddle.matmul(x, self.weight.astype("float32")) + self.bias.astype("float32")

@@ -1,7 +1,8 @@
 """Cases of test_scaler.py.
 
-Paddle enables its GradScaler on accelerators only, so these scalers are built as if there were one; everything that they
-do afterwards runs on CPU.  The reference is Paddle's own scaler on gradients that have been averaged over the ranks.
+Paddle enables its GradScaler on accelerators only, so these scalers are built as if there were one; everything that
+they do afterwards runs on CPU.  The reference is Paddle's own scaler on gradients that have been averaged over the
+ranks.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class PlainScaler(paddle.amp.GradScaler):
 
 
 def scaled(scaler: Any, loss: Tensor) -> Tensor:
-    """``scaler.scale(loss)`` as inside an ``auto_cast`` to float16, which Paddle demands, and has on accelerators only."""
+    """``scaler.scale(loss)`` as inside an ``auto_cast`` to float16, which Paddle demands: on accelerators only."""
     with mock.patch.object(amp_global_state(), "amp_dtype", "float16"):
         return scaler.scale(loss)
 

@@ -20,7 +20,7 @@ GRADS = {"float32": 4, "bfloat16": 2, "main_grad": 4}
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "main_grad"])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_states(ranks: Ranks, world_size: int, kind: str, level: str) -> None:
-    """After backward exactly the formula; after step and clear_grad no more than that, and no less than without grads."""
+    """After backward exactly the formula; after step and clear_grad no more, and no less than without gradients."""
     kept, shared = {"float32": FLOAT32, "bfloat16": BFLOAT16, "main_grad": MAIN_GRAD}[kind][level]
     formula = PSI * (kept + shared / world_size)
     without_grads = formula - PSI * GRADS[kind] / (1 if level == "os" else world_size)
@@ -48,10 +48,10 @@ def test_peak_of_wrapping(level: str) -> None:
         assert found["hidden"] <= max(sizes)
         assert found["wrap"] <= max(sizes) * 1.02
         if level == "p_g_os":
-            # Shards, gradients and states of half of everything take the place of the model; beside that at most
-            # five groups: one in use, one fetched ahead, two idle buffers, one gradient and its reduction.
+            # Half of parameters, gradients and states take the place of the whole model.  Beside them: one group in
+            # use, one fetched ahead, two idle buffers, one new gradient, two under reduction, and what the step needs.
             states = sum(sizes) * 4 / 2 - sum(sizes)
-            assert found["train"] <= states + 6 * max(sizes)
+            assert found["train"] <= states + 8 * max(sizes)
 
 
 @pytest.mark.parametrize("level", ["os", "os_g", "p_g_os"])

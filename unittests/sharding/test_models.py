@@ -53,7 +53,8 @@ def test_bfloat16_beside_float32(ranks: Ranks, level: str) -> None:
         np.testing.assert_allclose(found["master"], expected["master"], atol=1e-3)
         for name, value in expected["state"].items():
             np.testing.assert_allclose(found["state"][name], value, atol=4e-3 if name == "weight" else 1e-3)
-        assert np.abs(found["state"]["weight"] - found["master"]).max() <= np.abs(found["master"]).max() * 2.0**-7  # 2.6 cuts off
+        one_digit = np.abs(found["master"]).max() * 2.0**-7  # Paddle 3 rounds, 2.6 cuts off
+        assert np.abs(found["state"]["weight"] - found["master"]).max() <= one_digit
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -57,7 +57,8 @@ def test_equals_paddles_scaler(ranks: Ranks, world_size: int) -> None:
 
 def test_the_scale_moves(ranks: Ranks) -> None:
     """The reference itself: grows every second good step, is halved by a bad one."""
-    row = ranks(1).run(WORKER, "parity", [{"poison": {4: (0, 0, 0, INF)}, "way": "step", "count": 1, "size": 1, **GROWTH}])
+    case = {"poison": {4: (0, 0, 0, INF)}, "way": "step", "count": 1, "size": 1, **GROWTH}
+    row = ranks(1).run(WORKER, "parity", [case])
     assert row[0][0]["scales"] == [1024.0 * factor for factor in (1, 2, 2, 4, 2, 2, 4, 4, 8, 8)]
 
 
