@@ -20,8 +20,6 @@ else
 fi
 pgs_make_venv "${PGS_VENV:-$PGS_ROOT/.venv}" "$extra"
 
-case " $* " in *" --help "* | *" -h "*) exec "$PGS_VENV_PYTHON" "$PGS_ROOT/tools/train_gpt.py" --help ;; esac
-
 # The MKL in Paddle's CPU build takes its slowest code path on AMD processors unless it is told which they are like.
 if grep -q AuthenticAMD /proc/cpuinfo 2>/dev/null && grep -qw avx2 /proc/cpuinfo; then
     export MKL_DEBUG_CPU_TYPE="${MKL_DEBUG_CPU_TYPE:-5}"
@@ -30,6 +28,8 @@ fi
 export MALLOC_MMAP_THRESHOLD_="${MALLOC_MMAP_THRESHOLD_:-33554432}" MALLOC_TRIM_THRESHOLD_="${MALLOC_TRIM_THRESHOLD_:-1073741824}"
 # Leave out what Paddle logs about itself.
 export GLOG_minloglevel="${GLOG_minloglevel:-2}" PYTHONWARNINGS="${PYTHONWARNINGS:-ignore::UserWarning}"
+
+case " $* " in *" --help "* | *" -h "*) exec "$PGS_VENV_PYTHON" "$PGS_ROOT/tools/train_gpt.py" --help ;; esac
 
 pgs_say "training on $processes $extra processes: tools/train_gpt.py --save $output/gpt $*"
 rm -rf "$output/gpt-log"

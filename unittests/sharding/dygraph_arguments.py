@@ -46,7 +46,7 @@ def differences(grid: list[dict[str, Any]], levels: list[str]) -> list[dict[str,
 def group_of(ranks: list[int]) -> Group:
     """A group as ``new_group`` gives it, without connections: Paddle fails to open several on gloo.
 
-    Four processes that call ``new_group`` for [0, 1] and then [2, 3] meet refused connections, in Paddle 2.6 and 3.3.
+    Four processes that call ``new_group`` for [0, 1] and then [2, 3] meet refused connections.
     """
     return Group(ranks.index(dist.get_rank()), 1000 + ranks[0] * 10 + ranks[-1], ranks)
 

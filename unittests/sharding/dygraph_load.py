@@ -494,8 +494,8 @@ def plain_state_dicts(folder: str) -> dict[str, Any]:
         )
         before = to_arrays(model.state_dict())
         with model.gathered():
-            copied = copy.deepcopy(layer)
-        copied.set_state_dict({key: value * 0 for key, value in plain.state_dict().items()})
+            copied = copy.deepcopy(layer.blocks)
+        copied.set_state_dict({key: value * 0 for key, value in plain.blocks.state_dict().items()})
         zeros = all(not value.any() for value in to_arrays(copied.state_dict()).values())
         results[f"{level} a copy is not managed"] = zeros and same(before, to_arrays(model.state_dict()))
         outcome = ""
