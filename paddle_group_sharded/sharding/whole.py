@@ -58,6 +58,10 @@ class WholeStateHook:
         self._groups = list(groups)
         self._by_name = {param.tensor.name: param.tensor for group in self._groups for param in group.params}
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> WholeStateHook:
+        """A copy of a layer is not managed: it holds all that it has."""
+        return WholeStateHook(())
+
     def __call__(self, state: dict[str, Tensor]) -> None:
         """Replace the parameters in ``state``.  Paddle calls it layer by layer, with what the others have put in."""
         wanted = {}

@@ -100,11 +100,3 @@ def _end(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-if __name__ == "__main__":
-    import paddle
-
-    die_with_parent(int(sys.argv[2]))
-    paddle.set_device("cpu")
-    serve(Connection(int(sys.argv[1])), sys.argv[3])
