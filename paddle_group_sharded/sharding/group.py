@@ -110,11 +110,6 @@ class ParamGroup:
         return f"gather {self.name}"
 
     @property
-    def world_size(self) -> int:
-        """Ranks that share the group."""
-        return self.comm.world_size
-
-    @property
     def expects_grad(self) -> bool:
         """Whether a reduction of this group has anything to reduce."""
         return any(param.expects_grad for param in self.params)

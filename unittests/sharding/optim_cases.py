@@ -9,7 +9,7 @@ import numpy as np
 import paddle
 from paddle import nn
 
-from unittests.sharding.parity import AVERAGED, DATA_PARALLEL, Case, Run, to_array
+from unittests.sharding.parity import AVERAGED, DATA_PARALLEL, Case, Run, different, to_array
 
 __all__ = ["Net", "OptimCase", "Outcome", "differences", "outcome", "states_of"]
 
@@ -113,15 +113,3 @@ def distance(expected: Outcome, found: Outcome) -> float:
         return float("inf")
     losses = float(np.max(np.abs(np.subtract(expected.losses, found.losses))))
     return max(losses, different(expected.weights, found.weights), different(expected.states, found.states))
-
-
-def different(expected: dict[str, np.ndarray], found: dict[str, np.ndarray]) -> float:
-    """The largest absolute difference between arrays by name."""
-    if {k: (v.shape, v.dtype) for k, v in expected.items()} != {k: (v.shape, v.dtype) for k, v in found.items()}:
-        return float("inf")
-    largest = [
-        np.max(np.abs(value.astype("float64") - found[name].astype("float64")))
-        for name, value in expected.items()
-        if value.size
-    ]
-    return float(max(largest, default=0.0))

@@ -89,7 +89,7 @@ class Run:
         if not self.is_reference:
             plain, _ = unwrap(self.model, self.optimizer)
             after = {name: to_array(value) for name, value in plain.state_dict().items()}
-            if _distance(state, after) != 0.0:
+            if different(state, after) != 0.0:
                 raise AssertionError("unwrap() gives other values than state_dict()")
         return state
 
@@ -133,7 +133,7 @@ def compare(case: Case, levels: Sequence[str] = LEVELS, steps: int = 10) -> dict
     for level in levels:
         ours, our_state = train(case, level, steps)
         apart = np.abs(np.subtract(losses, ours)) / np.maximum(1.0, np.abs(losses))
-        result[level] = Difference(float(np.max(apart)), _distance(state, our_state))
+        result[level] = Difference(float(np.max(apart)), different(state, our_state))
     return result
 
 
@@ -171,7 +171,8 @@ def to_array(value: Tensor) -> np.ndarray:
     return (value.astype("float32") if value.dtype == paddle.bfloat16 else value).numpy()
 
 
-def _distance(expected: dict[str, np.ndarray], found: dict[str, np.ndarray]) -> float:
+def different(expected: dict[str, np.ndarray], found: dict[str, np.ndarray]) -> float:
+    """The largest absolute difference between arrays by name; infinite where names, shapes or dtypes differ."""
     if {k: (v.shape, v.dtype) for k, v in expected.items()} != {k: (v.shape, v.dtype) for k, v in found.items()}:
         return float("inf")
     largest = [
