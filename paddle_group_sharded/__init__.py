@@ -2,6 +2,8 @@
 
 from .api import group_sharded_parallel, load_group_sharded_model, save_group_sharded_model, unwrap
 from .errors import CheckpointError, CommError, GroupShardedError, StateError, UsageError
+from .pipeline.desc import LayerDesc, SharedLayerDesc
+from .pipeline.layer import PipelineLayer
 
 __version__ = "0.1.0"
 
@@ -9,6 +11,9 @@ __all__ = [
     "CheckpointError",
     "CommError",
     "GroupShardedError",
+    "LayerDesc",
+    "PipelineLayer",
+    "SharedLayerDesc",
     "StateError",
     "UsageError",
     "__version__",
