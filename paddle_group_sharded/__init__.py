@@ -1,6 +1,7 @@
 """Group sharding (ZeRO 1, 2, 3) and the LayerDesc pipeline for PaddlePaddle, on every backend that Paddle has."""
 
 from .api import group_sharded_parallel, load_group_sharded_model, save_group_sharded_model, unwrap
+from .checkpoint import LoadReport, load_checkpoint, save_checkpoint
 from .errors import CheckpointError, CommError, GroupShardedError, StateError, UsageError
 from .pipeline.desc import LayerDesc, SharedLayerDesc
 from .pipeline.layer import PipelineLayer
@@ -11,6 +12,7 @@ __all__ = [
     "CheckpointError",
     "CommError",
     "GroupShardedError",
+    "LoadReport",
     "LayerDesc",
     "PipelineLayer",
     "SharedLayerDesc",
@@ -18,7 +20,9 @@ __all__ = [
     "UsageError",
     "__version__",
     "group_sharded_parallel",
+    "load_checkpoint",
     "load_group_sharded_model",
+    "save_checkpoint",
     "save_group_sharded_model",
     "unwrap",
 ]
