@@ -5,6 +5,7 @@ from .checkpoint import LoadReport, load_checkpoint, save_checkpoint
 from .errors import CheckpointError, CommError, GroupShardedError, StateError, UsageError
 from .pipeline.desc import LayerDesc, SharedLayerDesc
 from .pipeline.layer import PipelineLayer
+from .pipeline.parallel import PipelineParallel, pipeline_parallel
 
 __version__ = "0.1.0"
 
@@ -15,6 +16,7 @@ __all__ = [
     "LoadReport",
     "LayerDesc",
     "PipelineLayer",
+    "PipelineParallel",
     "SharedLayerDesc",
     "StateError",
     "UsageError",
@@ -22,6 +24,7 @@ __all__ = [
     "group_sharded_parallel",
     "load_checkpoint",
     "load_group_sharded_model",
+    "pipeline_parallel",
     "save_checkpoint",
     "save_group_sharded_model",
     "unwrap",
