@@ -82,7 +82,7 @@ class PipelineLayer(PaddleMembers, nn.Layer):  # type: ignore[misc]  # Paddle is
         self._print()
 
         self._own = self._build()
-        self.shared = SharedWeights(self.descs, self.segmentation, self.grid, self._own)
+        self.shared = SharedWeights(self.descs, self.segmentation, self.grid, self._own, self.comm)
         self._register()
         self.chunks = [self._chunk(virtual) for virtual in self.segmentation.virtual_stages_of(self.grid.stage)]
         for index, entry in enumerate(self.descs):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Optional
 
+from ..comm import Comm
 from .chunk import Chunk
 from .grid import Grid
+from .layer_files import LayerFiles
 from .segment import Segmentation
 from .shared import SharedWeights
 
@@ -24,6 +26,8 @@ class PaddleMembers:
     topology: Optional[Any]
     recompute_interval: int
     base_seed: int
+    comm: Comm
+    _own: dict[int, Any]
 
     def get_stage_from_index(self, layer_idx: int) -> int:
         """The rank of the pipeline that holds a layer."""
@@ -37,9 +41,29 @@ class PaddleMembers:
         """This rank's chunks, or None where each rank has one."""
         return None if self.segmentation.num_chunks == 1 else self.chunks
 
+    def save_state_dict(self, path: str) -> None:
+        """Write one file per layer into the folder ``path``, under Paddle's names; collective over all ranks.
+
+        The first replica writes.  Files appear under their names when all ranks have written theirs; files of the same
+        layers from a save with other chunks are then removed.  Raises :class:`CheckpointError` on every rank where one
+        cannot write.
+        """
+        self._layer_files().save(path)
+
+    def set_state_dir(self, path: str) -> None:
+        """Read what :meth:`save_state_dict`, or Paddle's, has written at any number of stages and chunks; collective.
+
+        Copies of shared weights are equal afterwards.  Raises :class:`CheckpointError` on every rank, naming the file,
+        where one is missing, damaged, of another model or of another save; nothing has been changed then.
+        """
+        self._layer_files().load(path)
+
     def allreduce_shared_weight_gradients(self) -> None:
         """``shared.reduce_gradients()``."""
         self.shared.reduce_gradients()
+
+    def _layer_files(self) -> LayerFiles:
+        return LayerFiles(self._own, self.shared, self.segmentation, self.grid, self.comm)
 
     def _synchronize_shared_weights(self) -> None:
         self.shared.synchronize()

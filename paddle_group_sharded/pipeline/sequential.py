@@ -8,6 +8,7 @@ from typing import Any
 import paddle
 from paddle import nn
 
+from ..comm import LocalComm
 from .build import build_layers, function_of
 from .chunk import BeforeLayer, Chunk
 from .grid import Grid
@@ -42,6 +43,6 @@ def sequential_model(
     with paddle.utils.unique_name.guard():
         layers = build_layers(entries, range(len(entries)), base_seed, names)
     whole = Segmentation((0, len(entries)))
-    SharedWeights(entries, whole, Grid(((0,),), 0), layers)
+    SharedWeights(entries, whole, Grid(((0,),), 0), layers, LocalComm())
     functions = [function_of(entry, layers.get(index)) for index, entry in enumerate(entries)]
     return SequentialModel(Chunk(0, 0, functions, recompute_interval), layers)

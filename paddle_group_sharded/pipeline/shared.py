@@ -37,12 +37,31 @@ class _Ranks(NamedTuple):
     ranks: tuple[int, ...]
 
 
+class _Held(NamedTuple):
+    """What one rank holds of a key."""
+
+    params: tuple[Tensor, ...]  # one per shared attribute
+    names: dict[str, int]  # structured name in the one-process model of each owner -> position in params
+
+    def report(self) -> _Report:
+        """What the other ranks have to know of it."""
+        shapes = [(list(param.shape), str(param.dtype)) for param in self.params]
+        options = [{name: getattr(param, name) for name in _OPTIONS if hasattr(param, name)} for param in self.params]
+        return _Report(self.names, shapes, options)
+
+
+class _Report(NamedTuple):
+    names: dict[str, int]
+    shapes: list[tuple[list[int], str]]
+    options: list[dict[str, Any]]
+
+
 class _Key(NamedTuple):
     """The shared weights of one key, as far as this rank holds them."""
 
     name: str
     params: tuple[Tensor, ...]  # one per shared attribute
-    names: Mapping[str, int]  # structured name in the one-process model of every owner anywhere -> position in params
+    names: Mapping[str, int]  # as :class:`_Held` has them, of every owner anywhere
     comm: Optional[Comm]  # over the owners' ranks; None where one rank has them all
     first: int  # rank of the first owner in comm
 
@@ -56,32 +75,46 @@ class SharedWeights:
     """The shared weights of this rank's layers, one entry per key in the order of the list."""
 
     def __init__(
-        self, entries: Sequence[Any], segmentation: Segmentation, grid: Grid, layers: Mapping[int, Layer]
+        self, entries: Sequence[Any], segmentation: Segmentation, grid: Grid, layers: Mapping[int, Layer], comm: Comm
     ) -> None:
         """Tie what stands on this rank and take over the first owner's values and options.
 
-        ``layers``: all layers of this rank by their number in the list.  Collective over the ranks that own a key, for
-        one key after the other in the order of the list; a rank without shared layers communicates with nobody.
+        ``layers``: all layers of this rank by their number in the list; ``comm``: over all ranks of the launch, over
+        which this is collective.  Raises :class:`UsageError` on every rank for owners that do not go together.
         """
         owners: dict[str, list[int]] = {}
         for index, entry in enumerate(entries):
             if is_shared_desc(entry):
                 owners.setdefault(entry.layer_name, []).append(index)
+        held: dict[str, _Held] = {}
+        problem: Optional[UsageError] = None
+        try:
+            for key, indices in owners.items():
+                _check_attr_counts(key, indices, entries)
+                held[key] = _tie(key, {index: layers[index] for index in indices if index in layers}, entries)
+        except UsageError as error:
+            problem = error
+        agree((comm,), "tie shared weights", problem)
+        reports = comm.exchange({key: mine.report() for key, mine in held.items() if mine.params}, "shared weights")
+        for key in owners:
+            _check_shapes(key, reports)
+
         comms: dict[tuple[int, ...], Comm] = {}
         self._keys: list[_Key] = []
         for key, indices in owners.items():
-            _check_attr_counts(key, indices, entries)
             ranks = [grid.pipeline_ranks[segmentation.rank_of_layer(index)] for index in indices]
             if grid.global_rank not in ranks:
                 continue
             members = tuple(sorted(set(ranks)))
             if len(members) > 1 and members not in comms:
+                # Every rank goes through the keys in the order of the list, so no two wait for each other crosswise.
                 comms[members] = create_comm(_Ranks(members))
-            mine = {index: layers[index] for index in indices if index in layers}
-            params, names = _tie(key, mine, entries)
-            self._keys.append(_Key(key, params, names, comms.get(members), members.index(ranks[0])))
+            met = {rank: reports[rank][key] for rank in members}
+            self._keys.append(
+                _Key(key, held[key].params, _all_names(met), comms.get(members), members.index(ranks[0]))
+            )
+            _take_options(self._keys[-1], met[ranks[0]])
         self._finalizer = weakref.finalize(self, _close_all, tuple(comms.values()))
-        self._keys = [_meet(key) for key in self._keys]
         self._followers = {id(param) for key in self._keys if not key.is_first for param in key.params}
         self.synchronize()
 
@@ -169,8 +202,8 @@ def _check_attr_counts(key: str, indices: Sequence[int], entries: Sequence[Any])
         )
 
 
-def _tie(key: str, layers: Mapping[int, Layer], entries: Sequence[Any]) -> tuple[tuple[Tensor, ...], dict[str, int]]:
-    """Let all owners of this rank hold the parameters of the first of them; also where they stand, by name."""
+def _tie(key: str, layers: Mapping[int, Layer], entries: Sequence[Any]) -> _Held:
+    """Let all owners of this rank hold the parameters of the first of them."""
     params: list[Tensor] = []
     names: dict[str, int] = {}
     for index, layer in layers.items():
@@ -187,7 +220,7 @@ def _tie(key: str, layers: Mapping[int, Layer], entries: Sequence[Any]) -> tuple
                 )
             else:
                 setattr(holder, local, params[position])
-    return tuple(params), names
+    return _Held(tuple(params), names)
 
 
 def _resolve(key: str, index: int, layer: Layer, attr: str) -> Tensor:
@@ -218,28 +251,31 @@ def _place(key: str, index: int, layer: Layer, attr: str, param: Tensor) -> tupl
     )
 
 
-def _meet(key: _Key) -> _Key:
-    """Let the owners' ranks compare what they hold and take the first owner's options; collective over them."""
-    if key.comm is None:
-        return key
-    shapes = [(list(param.shape), str(param.dtype)) for param in key.params]
+def _check_shapes(key: str, reports: Sequence[Mapping[str, _Report]]) -> None:
+    """Raise, on every rank alike, where copies of a weight could not be equal."""
+    shapes = {rank: report[key].shapes for rank, report in enumerate(reports) if key in report}
+    first, *others = shapes
+    for rank in others:
+        if shapes[rank] != shapes[first]:
+            raise UsageError(
+                f"shared layer {key!r} has shapes and types {shapes[first]} on rank {first}, but {shapes[rank]} on "
+                f"rank {rank}; shared weights are of one shape"
+            )
 
-    def difference(rank: int, shape: Any, other_rank: int, other_shape: Any) -> UsageError:
-        return UsageError(
-            f"shared layer {key.name!r} has shapes and types {shape} on rank {rank}, but {other_shape} on rank "
-            f"{other_rank}; shared weights are of one shape"
-        )
 
-    agree((key.comm,), f"shapes of shared {key.name!r}", None, shapes, difference)
-    options = [{name: getattr(param, name) for name in _OPTIONS if hasattr(param, name)} for param in key.params]
-    met = key.comm.exchange((dict(key.names), options), f"owners of shared {key.name!r}")
-    for param, values in zip(key.params, met[key.first][1]):
-        for name, value in values.items():
+def _all_names(reports: Mapping[int, _Report]) -> dict[str, int]:
+    """Names of all owners in the order of the list."""
+    names = {name: position for report in reports.values() for name, position in report.names.items()}
+    return dict(sorted(names.items(), key=lambda item: int(item[0].partition(".")[0])))
+
+
+def _take_options(key: _Key, first: _Report) -> None:
+    """Give this rank's copies the automatic name and the options of the first owner's."""
+    for param, options in zip(key.params, first.options):
+        for name, value in options.items():
             setattr(param, name, value)
-        param.is_firstly_shared = key.is_first  # Paddle's own clip counts by it
-    names = {name: position for owner_names, _ in met for name, position in owner_names.items()}
-    in_order = sorted(names.items(), key=lambda item: int(item[0].partition(".")[0]))
-    return key._replace(names=dict(in_order))
+        if key.comm is not None:
+            param.is_firstly_shared = key.is_first  # Paddle's own clip counts by it
 
 
 def _sparse_problem(key: _Key) -> Optional[UsageError]:
