@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple, Optional
 
@@ -45,12 +46,9 @@ def assign(offers: Sequence[Sequence[Offer]]) -> list[list[int]]:
     choices: list[list[tuple[int, int]]] = []
     for key, intervals in holders.items():
         filled = sorted(interval for interval in intervals if interval[0] < interval[1])
-        numel = 1
-        for size in first[key][1].shape:
-            numel *= size
-        problem = tiling_problem(numel, filled)
+        shape = list(first[key][1].shape)
+        problem = tiling_problem(math.prod(shape), filled)
         if problem:
-            shape = list(first[key][1].shape)
             raise UsageError(f"{key_text(key)} {shape} is not whole on the ranks together: {problem}")
         choices += [intervals[interval] for interval in filled]
     # Those without a choice first, so that the others even out; then large before small.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from dataclasses import dataclass
 from typing import Any
@@ -48,7 +49,7 @@ class Holding:
 
     def blob(self) -> Blob:
         """What is written: in the tensor's own shape where it is whole."""
-        if self.start == 0 and self.stop == int(np.prod(self.shape, dtype=np.int64)):
+        if self.start == 0 and self.stop == math.prod(self.shape):
             return Blob(key_text(self.key), self.dtype, self.shape, self.array)
         name = f"{key_text(self.key)}[{self.start}:{self.stop}]"
         return Blob(name, self.dtype, (self.stop - self.start,), self.array)

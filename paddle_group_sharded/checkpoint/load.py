@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Optional, Union, overload
 
@@ -86,16 +85,16 @@ def load_checkpoint(
     IN_FLIGHT.settle()
     team = team_of(model)
     extras = Extras(scaler, lr_scheduler)
-    job = team.together(lambda: _Load.prepare(team, path, model, optimizer, extras), _LABEL)
+    job = team.together(lambda: _Load.prepare(path, model, optimizer), _LABEL)
     report = _agree(team, job, strict)
-    pieces = pieces_of([*job.manifest.section("data").values(), *_wanted(team, job)])
-    data = team.together(lambda: _verified(team, job, pieces), _LABEL)
-    team.together(lambda: _check_data(job, data, optimizer, extras, strict), _LABEL)
-    # From here on nothing can fail but the hardware.
-    team.together(lambda: _write_weights(team, job), _LABEL)
-    job.subject.end_weights()
-    team.together(lambda: _write_states(job), _LABEL)
-    team.together(lambda: _restore(team, job, data, optimizer, extras), _LABEL)
+    with job.files:
+        data = team.together(lambda: _verified(team, job), _LABEL)
+        team.together(lambda: _check_data(job, data, optimizer, extras, strict), _LABEL)
+        # From here on nothing can fail but the hardware.
+        team.together(lambda: _write_weights(team, job), _LABEL)
+        job.subject.end_weights()
+        team.together(lambda: _write_states(job), _LABEL)
+        team.together(lambda: _restore(team, job, data, optimizer, extras), _LABEL)
     if strict:
         return data["extra"]
     return data["extra"], report
@@ -106,12 +105,13 @@ class _Load(NamedTuple):
 
     folder: Path
     manifest: Manifest
+    files: TensorFiles
     subject: Subject
     match: Match
     has_optimizer: bool
 
     @classmethod
-    def prepare(cls, team: Team, path: Any, model: Any, optimizer: Optional[Any], extras: Extras) -> _Load:
+    def prepare(cls, path: Any, model: Any, optimizer: Optional[Any]) -> _Load:
         if not isinstance(path, (str, os.PathLike)):
             raise UsageError(f"path must be the path of a folder, got {type(path).__name__}")
         folder = Path(path).absolute()
@@ -125,7 +125,7 @@ class _Load(NamedTuple):
         match_model(manifest, names, {name: (held.shape, held.dtype) for name, held in holdings.items()}, match)
         if optimizer is not None:
             match_states(manifest, names, subject.owners(), match)
-        return cls(folder, manifest, subject, match, optimizer is not None)
+        return cls(folder, manifest, TensorFiles(folder, manifest.files), subject, match, optimizer is not None)
 
 
 def _agree(team: Team, job: _Load, strict: bool) -> LoadReport:
@@ -155,12 +155,12 @@ def _wanted(team: Team, job: _Load) -> list[TensorEntry]:
     model = list(job.manifest.section("model").values())
     states = list(job.manifest.section("optimizer").values()) if job.has_optimizer else []
     own = list(job.manifest.section("rank").values()) if job.manifest.world_size == team.world_size else []
-    return [*model, *states, *own]
+    return [*model, *states, *own, *job.manifest.section("data").values()]
 
 
-def _verified(team: Team, job: _Load, pieces: Sequence[Any]) -> Any:
-    verify_pieces(job.folder, job.manifest, pieces, team.rank, team.world_size)
-    return read_data(job.folder, job.manifest)
+def _verified(team: Team, job: _Load) -> Any:
+    verify_pieces(job.files, pieces_of(_wanted(team, job)), team.rank, team.world_size)
+    return read_data(job.files, job.manifest)
 
 
 def _check_data(job: _Load, data: Any, optimizer: Optional[Any], extras: Extras, strict: bool) -> None:
@@ -179,11 +179,10 @@ def _check_data(job: _Load, data: Any, optimizer: Optional[Any], extras: Extras,
 
 def _write_weights(team: Team, job: _Load) -> None:
     job.subject.begin_load()
-    with TensorFiles(job.folder, job.manifest.files) as files:
-        for holding in job.subject.model():
-            entry = job.match.model.get(holding.key[1])
-            if entry is not None:
-                holding.load(files, _own_entry(team, job, holding) or entry)
+    for holding in job.subject.model():
+        entry = job.match.model.get(holding.key[1])
+        if entry is not None:
+            holding.load(job.files, _own_entry(team, job, holding) or entry)
 
 
 def _own_entry(team: Team, job: _Load, holding: Holding) -> Optional[TensorEntry]:
@@ -195,10 +194,9 @@ def _own_entry(team: Team, job: _Load, holding: Holding) -> Optional[TensorEntry
 
 def _write_states(job: _Load) -> None:
     targets = job.subject.state_targets({name: list(found) for name, found in job.match.states.items() if found})
-    with TensorFiles(job.folder, job.manifest.files) as files:
-        for holding in targets:
-            _, name, state = holding.key
-            holding.load(files, job.match.states[name][state])
+    for holding in targets:
+        _, name, state = holding.key
+        holding.load(job.files, job.match.states[name][state])
 
 
 def _restore(team: Team, job: _Load, data: Any, optimizer: Optional[Any], extras: Extras) -> None:
@@ -224,7 +222,6 @@ def _restore_random(team: Team, job: _Load) -> None:
     if entry is None or job.manifest.world_size != team.world_size:
         _logger.info("random states are those of %d ranks and stay as they are", job.manifest.world_size)
         return
-    with TensorFiles(job.folder, job.manifest.files) as files:
-        states = json.loads(read_whole(files, entry).tobytes())
+    states = json.loads(read_whole(job.files, entry).tobytes())
     if not set_random_states(states):
         _logger.warning("random states were written by another release of Paddle, or on another device, and stay")

@@ -14,11 +14,10 @@ model.
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import reduce
-from operator import mul
 from typing import Any
 
 from ..errors import CheckpointError
@@ -68,7 +67,7 @@ class TensorEntry:
     @property
     def numel(self) -> int:
         """Elements of the whole tensor."""
-        return reduce(mul, self.shape, 1)
+        return math.prod(self.shape)
 
 
 @dataclass

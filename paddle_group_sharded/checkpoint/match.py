@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from .manifest import Manifest, TensorEntry
-from .subject import MASTER, StateOwner
 
-__all__ = ["LoadReport", "Match", "match_model", "match_states"]
+__all__ = ["MASTER", "LoadReport", "Match", "StateOwner", "match_model", "match_states"]
+
+
+MASTER = "master_weight"  # the name of a float32 master among an optimizer's states
+
+
+class StateOwner(NamedTuple):
+    """A parameter of the optimizer."""
+
+    states: Mapping[str, tuple[int, ...]]  # shape of each whole state that it has or would get, by name
+    scalars: frozenset[str]  # those whose shape may be any of one element
+    has_states: bool
 
 
 @dataclass

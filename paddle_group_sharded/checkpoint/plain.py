@@ -24,7 +24,8 @@ from ..sharding.rules import steps_pieces, unwrap_optimizer
 from ..sharding.state import StateSpec, probe_states, whole_shape
 from ..sharding.whole import as_tensor
 from .holding import Holding, whole_holding
-from .subject import MASTER, Names, StateOwner, differs_by_rank, live_state
+from .match import MASTER, StateOwner
+from .subject import Names, differs_by_rank, live_state
 
 __all__ = ["PlainSubject"]
 

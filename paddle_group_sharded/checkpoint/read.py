@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -46,31 +47,29 @@ def pieces_of(entries: Iterable[TensorEntry]) -> list[PieceEntry]:
     return list(found.values())
 
 
-def verify_pieces(
-    folder: Path, manifest: Manifest, pieces: Sequence[PieceEntry], share: int = 0, shares: int = 1
-) -> None:
+def verify_pieces(files: TensorFiles, pieces: Sequence[PieceEntry], share: int = 0, shares: int = 1) -> None:
     """Compare checksums; of several ranks, each does its ``share``.  All files are looked at by each.
 
     :class:`CheckpointError` names the file and the tensor.
     """
-    with TensorFiles(folder, manifest.files) as files:
-        for name in dict.fromkeys(piece.file for piece in pieces):
-            files.entries(name)
-        mine = _share(pieces, share, shares)
-        size = sum(files.entry(piece.file, piece.key).size for piece in mine)
-        with progress("verifying", size, share == 0) as on_bytes:
-            for piece in mine:
-                entry = files.entry(piece.file, piece.key)
-                count = int(np.prod(entry.shape, dtype=np.int64))
-                if count != piece.stop - piece.start:
-                    raise CheckpointError(f"{folder / piece.file}: {piece.key!r} has {count} elements")
-                checksum = files.checksum(piece.file, piece.key)
-                if checksum != piece.checksum:
-                    raise CheckpointError(
-                        f"{folder / piece.file} is damaged: {piece.key!r} has the checksum {checksum}, expected "
-                        f"{piece.checksum}"
-                    )
-                on_bytes(entry.size)
+    for name in dict.fromkeys(piece.file for piece in pieces):
+        files.entries(name)
+    mine = _share(pieces, share, shares)
+    size = sum(files.entry(piece.file, piece.key).size for piece in mine)
+    with progress("verifying", size, share == 0) as on_bytes:
+        for piece in mine:
+            entry = files.entry(piece.file, piece.key)
+            path = files.folder / piece.file
+            count = math.prod(entry.shape)
+            if count != piece.stop - piece.start:
+                expected = piece.stop - piece.start
+                raise CheckpointError(f"{path}: {piece.key!r} has {count} elements, expected {expected}")
+            checksum = files.checksum(piece.file, piece.key)
+            if checksum != piece.checksum:
+                raise CheckpointError(
+                    f"{path} is damaged: {piece.key!r} has the checksum {checksum}, expected {piece.checksum}"
+                )
+            on_bytes(entry.size)
 
 
 def _share(pieces: Sequence[PieceEntry], share: int, shares: int) -> list[PieceEntry]:
@@ -87,7 +86,6 @@ def read_whole(files: TensorFiles, entry: TensorEntry) -> Any:
     return array.reshape(entry.shape)
 
 
-def read_data(folder: Path, manifest: Manifest) -> Any:
+def read_data(files: TensorFiles, manifest: Manifest) -> Any:
     """The plain values: rates, scheduler, scaler, extra."""
-    with TensorFiles(folder, manifest.files) as files:
-        return unpack(manifest.data, lambda number: read_whole(files, manifest.tensors["data", number]))
+    return unpack(manifest.data, lambda number: read_whole(files, manifest.tensors["data", number]))

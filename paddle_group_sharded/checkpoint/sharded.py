@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Optional
 
@@ -16,7 +17,8 @@ from ..sharding.param import ShardedParam
 from ..sharding.state import StateSpec, whole_shape
 from ..sharding.unit import WholeUnit
 from .holding import Holding, whole_holding
-from .subject import MASTER, Names, StateOwner, differs_by_rank
+from .match import MASTER, StateOwner
+from .subject import Names, differs_by_rank
 
 __all__ = ["ShardedSubject"]
 
@@ -93,11 +95,8 @@ class ShardedSubject:
             yield whole_holding(key, tensor)
             return
         shape = tuple(whole_shape(spec, param.tensor.shape))
-        rows = 1
-        for size in spec.lead:
-            rows *= size
         width = unit.stop - unit.start
-        for row in range(rows):
+        for row in range(math.prod(spec.lead)):
             start = row * param.numel + unit.start
             yield Holding(key, shape, start, start + width, tensor, row * width)
 

@@ -6,7 +6,7 @@ The names are structured names of the unwrapped model.  One tensor has one *firs
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from paddle import nn
 
@@ -15,21 +15,11 @@ from ..paddle_compat import has_memory, unwrapped_layer
 from ..sharding.engine import STATISTICS
 from ..sharding.whole import plain_state
 from .holding import Holding
+from .match import StateOwner
 
-__all__ = ["MASTER", "Names", "StateOwner", "Subject", "differs_by_rank", "live_state"]
+__all__ = ["Names", "Subject", "differs_by_rank", "live_state"]
 
 Tensor = Any
-
-MASTER = "master_weight"  # the name of a float32 master among an optimizer's states
-
-
-class StateOwner(NamedTuple):
-    """A parameter of the optimizer."""
-
-    states: Mapping[str, tuple[int, ...]]  # shape of each whole state that it has or would get, by name
-    scalars: frozenset[str]  # those whose shape may be any of one element
-    has_states: bool
-
 
 class Subject(Protocol):
     """A model, and an optimizer or none, on this rank."""

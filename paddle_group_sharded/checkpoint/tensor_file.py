@@ -8,6 +8,7 @@ gives no checksum of what it writes; the format itself is a length, a JSON heade
 from __future__ import annotations
 
 import json
+import math
 import os
 import zlib
 from collections.abc import Sequence
@@ -39,7 +40,7 @@ class Blob(NamedTuple):
     @property
     def size(self) -> int:
         """Bytes."""
-        return itemsize(self.dtype) * int(np.prod(self.shape, dtype=np.int64))
+        return itemsize(self.dtype) * math.prod(self.shape)
 
 
 def write_tensors(
@@ -101,7 +102,7 @@ class TensorFiles:
 
     def __init__(self, folder: Path, files: Optional[dict[str, int]] = None) -> None:
         """``files``: the bytes that each file must have, by its name."""
-        self._folder = folder
+        self.folder = folder
         self._sizes = files or {}
         self._open: dict[str, tuple[BinaryIO, dict[str, FileEntry]]] = {}
 
@@ -123,7 +124,7 @@ class TensorFiles:
         """The tensor ``key`` of the file ``name``."""
         entries = self.entries(name)
         if key not in entries:
-            raise CheckpointError(f"{self._folder / name} has no tensor {key!r}")
+            raise CheckpointError(f"{self.folder / name} has no tensor {key!r}")
         return entries[key]
 
     def read_into(self, name: str, key: str, start: int, array: Any) -> None:
@@ -134,7 +135,7 @@ class TensorFiles:
             return
         content = memoryview(array.view(np.uint8))
         if start < 0 or start * width + content.nbytes > entry.size:
-            raise CheckpointError(f"{self._folder / name}: {key!r} has no elements up to {start + array.size}")
+            raise CheckpointError(f"{self.folder / name}: {key!r} has no elements up to {start + array.size}")
         self._read(name, entry.offset + start * width, content)
 
     def read(self, name: str, key: str) -> Any:
@@ -162,12 +163,12 @@ class TensorFiles:
         while done < content.nbytes:
             count = os.preadv(file.fileno(), [content[done:]], offset + done)
             if count == 0:
-                raise CheckpointError(f"{self._folder / name} is truncated: it ends at byte {offset + done}")
+                raise CheckpointError(f"{self.folder / name} is truncated: it ends at byte {offset + done}")
             done += count
 
     def _file(self, name: str) -> tuple[BinaryIO, dict[str, FileEntry]]:
         if name not in self._open:
-            path = self._folder / name
+            path = self.folder / name
             try:
                 file = open(path, "rb", buffering=0)  # noqa: SIM115 - closed by __exit__
             except OSError as error:
@@ -200,7 +201,7 @@ def _header(file: BinaryIO, path: Path, expected_size: Optional[int]) -> dict[st
 def _file_entry(key: str, value: Any, base: int, file_size: int, path: Path) -> FileEntry:
     start, stop = value["data_offsets"]
     dtype, shape = name_of_code(value["dtype"], f"{path}: {key!r}"), tuple(int(size) for size in value["shape"])
-    size = itemsize(dtype) * int(np.prod(shape, dtype=np.int64))
+    size = itemsize(dtype) * math.prod(shape)
     if not 0 <= start <= stop or stop - start != size:
         raise ValueError(f"{key!r} {list(shape)} of {dtype} lies at bytes {start} to {stop}")
     if base + stop > file_size:
