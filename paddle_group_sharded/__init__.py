@@ -1,7 +1,7 @@
 """Group sharding (ZeRO 1, 2, 3) and the LayerDesc pipeline for PaddlePaddle, on every backend that Paddle has."""
 
 from .api import group_sharded_parallel, load_group_sharded_model, save_group_sharded_model, unwrap
-from .checkpoint import LoadReport, load_checkpoint, save_checkpoint
+from .checkpoint import CheckpointManager, LoadReport, load_checkpoint, save_checkpoint
 from .errors import CheckpointError, CommError, GroupShardedError, StateError, UsageError
 from .pipeline.desc import LayerDesc, SharedLayerDesc
 from .pipeline.layer import PipelineLayer
@@ -11,10 +11,11 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CheckpointError",
+    "CheckpointManager",
     "CommError",
     "GroupShardedError",
-    "LoadReport",
     "LayerDesc",
+    "LoadReport",
     "PipelineLayer",
     "PipelineParallel",
     "SharedLayerDesc",

@@ -6,7 +6,8 @@ that says where every piece lies, written last.  ``docs/checkpoint_format.md`` d
 """
 
 from .load import load_checkpoint
+from .manager import CheckpointManager
 from .match import LoadReport
 from .save import save_checkpoint
 
-__all__ = ["LoadReport", "load_checkpoint", "save_checkpoint"]
+__all__ = ["CheckpointManager", "LoadReport", "load_checkpoint", "save_checkpoint"]

@@ -22,7 +22,7 @@ from .subject import Subject
 from .team import Team
 from .tensor_file import TensorFiles
 
-__all__ = ["load_checkpoint"]
+__all__ = ["Loaded", "load_checkpoint", "read_checkpoint"]
 
 _LABEL = "load_checkpoint"
 
@@ -82,9 +82,22 @@ def load_checkpoint(
     that it needs, straight into the place where they belong.  With an optimizer, random states are restored where the
     number of ranks is that of the save.
     """
+    loaded = read_checkpoint(path, model, optimizer, Extras(scaler, lr_scheduler), strict=strict)
+    return loaded.extra if strict else (loaded.extra, loaded.report)
+
+
+class Loaded(NamedTuple):
+    """What a load has brought beside the values in memory."""
+
+    extra: Any
+    report: LoadReport
+    info: dict[str, Any]  # of the manifest
+
+
+def read_checkpoint(path: Any, model: Any, optimizer: Optional[Any], extras: Extras, *, strict: bool) -> Loaded:
+    """:func:`load_checkpoint`."""
     IN_FLIGHT.settle()
     team = team_of(model)
-    extras = Extras(scaler, lr_scheduler)
     job = team.together(lambda: _Load.prepare(path, model, optimizer), _LABEL)
     report = _agree(team, job, strict)
     with job.files:
@@ -95,9 +108,7 @@ def load_checkpoint(
         job.subject.end_weights()
         team.together(lambda: _write_states(job), _LABEL)
         team.together(lambda: _restore(team, job, data, optimizer, extras), _LABEL)
-    if strict:
-        return data["extra"]
-    return data["extra"], report
+    return Loaded(data["extra"], report, job.manifest.info)
 
 
 class _Load(NamedTuple):

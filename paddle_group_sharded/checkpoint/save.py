@@ -81,13 +81,14 @@ def write_checkpoint(
     extras: Extras,
     *,
     async_save: bool,
+    info: Optional[dict[str, Any]] = None,
     after: Callable[[], None] = lambda: None,
 ) -> PendingSave:
-    """:func:`save_checkpoint`; rank 0 runs ``after`` when the checkpoint is complete."""
+    """:func:`save_checkpoint` with more ``info`` for people; rank 0 runs ``after`` when the checkpoint is complete."""
     IN_FLIGHT.settle()
     team = team_of(model)
     folder, parts = team.together(lambda: (_folder(path), collect(team.rank, model, optimizer, extras)), _LABEL)
-    plan = _plan(team, parts)
+    plan = _plan(team, folder.name, parts)
     manifest = Manifest(
         save=plan.save,
         world_size=team.world_size,
@@ -95,7 +96,7 @@ def write_checkpoint(
         aliases=plan.aliases,
         parameter_names=plan.parameter_names,
         data=plan.data,
-        info={"level": parts.level, "paddle": paddle.__version__},
+        info={"level": parts.level, "paddle": paddle.version.full_version, **(info or {})},
     )
     job = SaveJob(folder, plan.save, team.rank, plan.pieces)
     pending = PendingSave(team, job, lambda reports: compose(plan.offers, reports, manifest), after)
@@ -132,6 +133,7 @@ class _Said(NamedTuple):
     """What every rank tells the others."""
 
     save: str
+    folder: str
     offers: list[Offer]
     aliases: dict[str, str]
     parameter_names: dict[str, str]
@@ -139,13 +141,25 @@ class _Said(NamedTuple):
     extra_checksum: Optional[int]
 
 
-def _plan(team: Team, parts: Parts) -> _Plan:
+def _plan(team: Team, folder: str, parts: Parts) -> _Plan:
     """Let all ranks know what each holds, and decide who writes what.  Collective; raises on every rank alike."""
     offers = team.together(lambda: [holding.offer() for holding in parts.holdings], _LABEL)
     mine = _Said(
-        os.urandom(_SAVE_BYTES).hex(), offers, parts.aliases, parts.parameter_names, parts.data, parts.extra_checksum
+        save=os.urandom(_SAVE_BYTES).hex(),
+        folder=folder,
+        offers=offers,
+        aliases=parts.aliases,
+        parameter_names=parts.parameter_names,
+        data=parts.data,
+        extra_checksum=parts.extra_checksum,
     )
     said: list[_Said] = team.exchange(mine, _LABEL)
+    for rank, every in enumerate(said):
+        if every.folder != said[0].folder:
+            raise UsageError(
+                f"rank 0 saves into {said[0].folder!r} and rank {rank} into {every.folder!r}; give the same path on "
+                "every rank"
+            )
     data = _common_data(said)
     chosen = assign([every.offers for every in said])
     pieces = [_piece(parts.holdings[number]) for number in chosen[team.rank]]
