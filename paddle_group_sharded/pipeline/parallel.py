@@ -142,6 +142,10 @@ class PipelineParallel(ParallelMembers, nn.Layer):  # type: ignore[misc]
             )
         return self._layers(*inputs, **kwargs)
 
+    def close(self) -> None:
+        """Close the connections; the next step opens new ones.  Collective."""
+        self._engine.disconnect()
+
     # --------------------------------------------------------------------------------------------------------- state
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
