@@ -35,7 +35,7 @@ def read_plainly(folder: str) -> dict[str, Any]:
 
 
 def write_plainly(folder: str, with_head: bool) -> dict[str, Any]:
-    """One process: files as Paddle's own pipeline leaves them; it writes none for a shared layer with a forward_func."""
+    """One process: files as those of Paddle's own pipeline, which has none for a shared layer with a forward_func."""
     fresh(9)
     state = PipelineLayer(rich_descs()).to_sequential()
     os.makedirs(folder, exist_ok=True)
