@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import paddle
 
+from ..comm import create_comm
 from ..errors import UsageError
 from .chunk import SharedForward
 from .desc import is_desc, is_shared_desc
+from .grid import Ranks
 from .naming import LayerNames
 from .randomness import derive_seed, seeded
 from .segment import Segmentation
 
-__all__ = ["build_layers", "check_built_layers", "function_of"]
+__all__ = ["build_layers", "check_built_layers", "equalize_built_layers", "function_of"]
 
 Layer = Any
 
@@ -36,6 +38,29 @@ def build_layers(entries: Sequence[Any], indices: Iterable[int], base_seed: int,
             layers[index] = entry
     names.move_to(len(entries))
     return layers
+
+
+def equalize_built_layers(entries: Sequence[Any], layers: Mapping[int, Layer], ranks: tuple[int, ...]) -> None:
+    """Give the built layers among ``layers`` the values that they have on the first of ``ranks``, the replicas.
+
+    Described layers start equal by their seeds, but built ones may have been built from any.  Collective.
+    """
+    tensors = {
+        f"{index}.{name}": tensor
+        for index, layer in layers.items()
+        if not is_desc(entries[index])
+        for name, tensor in layer.state_dict().items()
+        if tensor.size
+    }
+    if len(ranks) == 1 or not tensors:
+        return
+    comm = create_comm(Ranks(ranks))
+    try:
+        with paddle.no_grad():
+            for name, tensor in tensors.items():
+                comm.broadcast(tensor, 0, f"built layer {name}").wait()
+    finally:
+        comm.close()
 
 
 def function_of(entry: Any, layer: Layer) -> Any:

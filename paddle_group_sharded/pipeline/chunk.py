@@ -46,7 +46,7 @@ class Chunk:
             if self.recompute_interval and paddle.is_grad_enabled() and self._has_params(start, stop):
                 # Saved tensors are found by hooks, not by their place among the inputs, so the inputs may be nested,
                 # and need no gradient.  Random states are ours to keep, see below.
-                x = recompute(_Replay(run), x, use_reentrant=False, preserve_rng_state=False)
+                x = recompute(_Replay(run), x, _wants_grad(), use_reentrant=False, preserve_rng_state=False)
             else:
                 x = run(x)
         return x
@@ -81,7 +81,7 @@ class _Replay:
         self._run = run
         self._states: Optional[RandomStates] = None  # of the first run, once it has begun
 
-    def __call__(self, x: Any) -> Any:
+    def __call__(self, x: Any, _: Any) -> Any:
         if self._states is None:
             self._states = RandomStates.now()
             return self._run(x)
@@ -91,6 +91,13 @@ class _Replay:
             return self._run(x)
         finally:
             now.restore()
+
+
+def _wants_grad() -> Any:
+    """One more input, without which Paddle warns at every pass of layers whose input needs no gradient."""
+    tensor = paddle.zeros([1])
+    tensor.stop_gradient = False
+    return tensor
 
 
 def _parameters(layer: Any) -> list[Any]:

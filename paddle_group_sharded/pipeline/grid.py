@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import paddle
 from paddle.distributed import fleet
 
 from ..errors import UsageError
 
-__all__ = ["Grid"]
+__all__ = ["Grid", "Ranks"]
 
 _DATA, _PIPE = ("data", "dp"), ("pipe", "pp")  # names of the two axes in Paddle's topologies
+
+
+class Ranks(NamedTuple):
+    """What :func:`.comm.create_comm` needs of a group."""
+
+    ranks: tuple[int, ...]  # global
 
 
 @dataclass(frozen=True)

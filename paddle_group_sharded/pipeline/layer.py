@@ -12,7 +12,7 @@ from paddle import nn
 
 from ..comm.agreement import agree
 from ..errors import GroupShardedError, UsageError
-from .build import build_layers, check_built_layers, function_of
+from .build import build_layers, check_built_layers, equalize_built_layers, function_of
 from .chunk import Chunk
 from .desc import class_name, is_shared_desc
 from .grid import Grid
@@ -174,6 +174,7 @@ class PipelineLayer(PaddleMembers, nn.Layer):  # type: ignore[misc]  # Paddle is
         except GroupShardedError as error:
             problem = error
         agree((self.comm,), "build layers", problem)
+        equalize_built_layers(self.descs, own, self.grid.replica_ranks)
         return own
 
     def _register(self) -> None:

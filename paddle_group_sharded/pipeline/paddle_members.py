@@ -124,6 +124,18 @@ class PaddleMembers:
         return self.base_seed
 
     @property
+    def _model_chunks(self) -> list[Chunk]:
+        return self.chunks
+
+    @property
+    def _start_poss(self) -> list[int]:
+        return [chunk.start for chunk in self.chunks]
+
+    @property
+    def _end_poss(self) -> list[int]:
+        return [chunk.stop for chunk in self.chunks]
+
+    @property
     def _start_pos(self) -> int:
         return self.chunks[0].start
 

@@ -48,9 +48,27 @@ def plan_layers(
     Mistakes raise on every rank, also where only one has made them.
     """
     check_entries(entries)
-    names = [class_name(entry) for entry in entries]
+    if not entries:
+        raise UsageError("the list of layers is empty")
     own_seed = draw_seed() if seed is None else _check_seed(seed)
     comm = create_comm() if paddle.distributed.get_world_size() > 1 else LocalComm()
+    try:
+        return _plan(entries, grid, method, num_chunks, sample_input, own_seed, comm)
+    except BaseException:
+        comm.close()
+        raise
+
+
+def _plan(
+    entries: Sequence[Any],
+    grid: Grid,
+    method: SegMethod,
+    num_chunks: int,
+    sample_input: Optional[Any],
+    own_seed: int,
+    comm: Comm,
+) -> LayerPlan:
+    names = [class_name(entry) for entry in entries]
     agree((comm,), "list of layers", None, (names, repr(method), grid.all_pipelines, num_chunks), _difference)
     started = comm.exchange((own_seed, dict(counts_now())), "seed and names")
     start = _largest([counts for _, counts in started])
@@ -64,7 +82,7 @@ def plan_layers(
     agree((comm,), "look at layers", problem)
 
     plan = LayerPlan(
-        Segmentation((0, len(entries))) if entries else _nothing(),
+        Segmentation((0, len(entries))),  # until the layers can be weighed
         [probe.facts for probe in probes],
         LayerNames(start, [probe.names for probe in probes]),
         started[0][0],
@@ -110,10 +128,6 @@ def _check_seed(seed: int) -> int:
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise UsageError(f"seed is a whole number, got {seed!r}")
     return seed
-
-
-def _nothing() -> Segmentation:
-    raise UsageError("the list of layers is empty")
 
 
 def _largest(counts: Sequence[dict[str, int]]) -> dict[str, int]:

@@ -25,7 +25,7 @@ _RUNS = 5  # of forward and backward; the first is not counted
 def profile_layers(entries: Sequence[Any], sample_input: Any, base_seed: int) -> list[tuple[float, int]]:
     """Seconds of forward and backward, and bytes kept between them, of every layer; no communication.
 
-    Each layer gets what the one before has returned.  Random states, names and gradients are left as they were.
+    Each layer gets what the one before has returned.  Random states, names and built layers are left as they were.
     """
     measured = []
     x = _detached(sample_input)
@@ -33,14 +33,23 @@ def profile_layers(entries: Sequence[Any], sample_input: Any, base_seed: int) ->
         with own_namespace(), seeded(derive_seed(base_seed, "layer", index)):
             layer = entry.build_layer() if is_desc(entry) else entry if isinstance(entry, paddle.nn.Layer) else None
             run = function_of(entry, layer)
+            built = None if is_desc(entry) else layer
+            before = {} if built is None else _copies(built)
             try:
                 seconds, num_bytes, x = _profile(run, x)
             except Exception as error:
                 raise UsageError(f"layer {index} of the list, {entry}, fails on the sample input: {error}") from error
-            if not is_desc(entry) and layer is not None:
-                layer.clear_gradients()
+            if built is not None:
+                for param in built.parameters():
+                    param.clear_gradient(False)
+                built.set_state_dict(before)
         measured.append((seconds, num_bytes))
     return measured
+
+
+def _copies(layer: Any) -> dict[str, Any]:
+    """The state of a built layer, of which running changes statistics."""
+    return {name: tensor.clone() for name, tensor in layer.state_dict().items()}
 
 
 def _profile(run: Any, x: Any) -> tuple[float, int, Any]:

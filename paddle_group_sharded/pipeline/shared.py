@@ -17,43 +17,18 @@ import paddle
 from ..comm import Comm, create_comm
 from ..comm.agreement import agree
 from ..errors import UsageError
-from ..paddle_compat import has_grad, host_view, is_sparse, layer_params
-from .desc import is_shared_desc, shared_attrs
-from .grid import Grid
+from ..paddle_compat import has_grad, host_view, is_sparse
+from .desc import is_shared_desc
+from .grid import Grid, Ranks
 from .segment import Segmentation
+from .tying import Held, Report, check_attr_counts, check_shapes, tie
 
 __all__ = ["SharedWeights"]
 
 Layer = Any
 Tensor = Any
 
-_OPTIONS = ("name", "stop_gradient", "optimize_attr", "regularizer", "need_clip")  # of the one parameter that it is
 _SAMPLES = 4096  # elements of a weight that tell whether somebody has changed it
-
-
-class _Ranks(NamedTuple):
-    """What :func:`create_comm` needs of a group."""
-
-    ranks: tuple[int, ...]
-
-
-class _Held(NamedTuple):
-    """What one rank holds of a key."""
-
-    params: tuple[Tensor, ...]  # one per shared attribute
-    names: dict[str, int]  # structured name in the one-process model of each owner -> position in params
-
-    def report(self) -> _Report:
-        """What the other ranks have to know of it."""
-        shapes = [(list(param.shape), str(param.dtype)) for param in self.params]
-        options = [{name: getattr(param, name) for name in _OPTIONS if hasattr(param, name)} for param in self.params]
-        return _Report(self.names, shapes, options)
-
-
-class _Report(NamedTuple):
-    names: dict[str, int]
-    shapes: list[tuple[list[int], str]]
-    options: list[dict[str, Any]]
 
 
 class _Key(NamedTuple):
@@ -61,7 +36,7 @@ class _Key(NamedTuple):
 
     name: str
     params: tuple[Tensor, ...]  # one per shared attribute
-    names: Mapping[str, int]  # as :class:`_Held` has them, of every owner anywhere
+    names: Mapping[str, int]  # as :class:`Held` has them, of every owner anywhere
     comm: Optional[Comm]  # over the owners' ranks; None where one rank has them all
     first: int  # rank of the first owner in comm
 
@@ -86,18 +61,18 @@ class SharedWeights:
         for index, entry in enumerate(entries):
             if is_shared_desc(entry):
                 owners.setdefault(entry.layer_name, []).append(index)
-        held: dict[str, _Held] = {}
+        held: dict[str, Held] = {}
         problem: Optional[UsageError] = None
         try:
             for key, indices in owners.items():
-                _check_attr_counts(key, indices, entries)
-                held[key] = _tie(key, {index: layers[index] for index in indices if index in layers}, entries)
+                check_attr_counts(key, indices, entries)
+                held[key] = tie(key, {index: layers[index] for index in indices if index in layers}, entries)
         except UsageError as error:
             problem = error
         agree((comm,), "tie shared weights", problem)
         reports = comm.exchange({key: mine.report() for key, mine in held.items() if mine.params}, "shared weights")
         for key in owners:
-            _check_shapes(key, reports)
+            check_shapes(key, reports)
 
         comms: dict[tuple[int, ...], Comm] = {}
         self._keys: list[_Key] = []
@@ -108,7 +83,7 @@ class SharedWeights:
             members = tuple(sorted(set(ranks)))
             if len(members) > 1 and members not in comms:
                 # Every rank goes through the keys in the order of the list, so no two wait for each other crosswise.
-                comms[members] = create_comm(_Ranks(members))
+                comms[members] = create_comm(Ranks(members))
             met = {rank: reports[rank][key] for rank in members}
             self._keys.append(
                 _Key(key, held[key].params, _all_names(met), comms.get(members), members.index(ranks[0]))
@@ -193,83 +168,13 @@ def _label(key: _Key, position: int) -> str:
     return f"shared {key.name!r} ({', '.join(names)})"
 
 
-def _check_attr_counts(key: str, indices: Sequence[int], entries: Sequence[Any]) -> None:
-    counts = {index: len(shared_attrs(entries[index])) for index in indices}
-    if len(set(counts.values())) > 1:
-        raise UsageError(
-            f"shared layer {key!r}: expected the same number of shared attributes everywhere, got "
-            + ", ".join(f"{count} at layer {index}" for index, count in counts.items())
-        )
-
-
-def _tie(key: str, layers: Mapping[int, Layer], entries: Sequence[Any]) -> _Held:
-    """Let all owners of this rank hold the parameters of the first of them."""
-    params: list[Tensor] = []
-    names: dict[str, int] = {}
-    for index, layer in layers.items():
-        for position, attr in enumerate(shared_attrs(entries[index])):
-            param = _resolve(key, index, layer, attr)
-            name, holder, local = _place(key, index, layer, attr, param)
-            names[f"{index}.{name}"] = position
-            if position == len(params):
-                params.append(param)
-            elif list(param.shape) != list(params[position].shape) or param.dtype != params[position].dtype:
-                raise UsageError(
-                    f"shared layer {key!r}: expected {list(params[position].shape)} {params[position].dtype} for "
-                    f"{attr!r} of layer {index}, as at its first owner; got {list(param.shape)} {param.dtype}"
-                )
-            else:
-                setattr(holder, local, params[position])
-    return _Held(tuple(params), names)
-
-
-def _resolve(key: str, index: int, layer: Layer, attr: str) -> Tensor:
-    value = layer
-    for part in attr.split("."):
-        value = getattr(value, part, None)
-    if not isinstance(value, paddle.Tensor):
-        known = ", ".join(name for name, _ in layer.named_parameters())
-        raise UsageError(
-            f"shared layer {key!r}: layer {index} ({type(layer).__name__}) has no parameter {attr!r}; its parameters "
-            f"are {known or 'none'}"
-        )
-    return value
-
-
-def _place(key: str, index: int, layer: Layer, attr: str, param: Tensor) -> tuple[str, Layer, str]:
-    """Structured name in ``layer``, the sublayer that holds the parameter, and its name there.
-
-    ``attr`` may be a property that leads to a parameter of another name.
-    """
-    for prefix, holder in layer.named_sublayers(include_self=True):
-        for local, found in layer_params(holder).items():
-            if found is param:
-                return f"{prefix}.{local}" if prefix else local, holder, local
-    raise UsageError(
-        f"shared layer {key!r}: {attr!r} of layer {index} ({type(layer).__name__}) is not a parameter of the layer but "
-        f"another tensor; share the parameters that it is made of"
-    )
-
-
-def _check_shapes(key: str, reports: Sequence[Mapping[str, _Report]]) -> None:
-    """Raise, on every rank alike, where copies of a weight could not be equal."""
-    shapes = {rank: report[key].shapes for rank, report in enumerate(reports) if key in report}
-    first, *others = shapes
-    for rank in others:
-        if shapes[rank] != shapes[first]:
-            raise UsageError(
-                f"shared layer {key!r} has shapes and types {shapes[first]} on rank {first}, but {shapes[rank]} on "
-                f"rank {rank}; shared weights are of one shape"
-            )
-
-
-def _all_names(reports: Mapping[int, _Report]) -> dict[str, int]:
+def _all_names(reports: Mapping[int, Report]) -> dict[str, int]:
     """Names of all owners in the order of the list."""
     names = {name: position for report in reports.values() for name, position in report.names.items()}
     return dict(sorted(names.items(), key=lambda item: int(item[0].partition(".")[0])))
 
 
-def _take_options(key: _Key, first: _Report) -> None:
+def _take_options(key: _Key, first: Report) -> None:
     """Give this rank's copies the automatic name and the options of the first owner's."""
     for param, options in zip(key.params, first.options):
         for name, value in options.items():

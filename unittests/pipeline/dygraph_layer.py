@@ -144,6 +144,10 @@ def topologies() -> dict[str, Any]:
     seen["default"] = grid_of(num_stages=2)
     seen["fleet"] = grid_of(fleet.CommunicateTopology(axes, [2, 2, 1, 1, 1]))
     seen["turned"] = grid_of(fleet.CommunicateTopology(["pipe", "data"], [2, 2]), 2)
+    paddle.seed(paddle.distributed.get_rank())
+    built = [nn.Linear(2, 2), nn.BatchNorm1D(2)]
+    layer = PipelineLayer([*built, *descs[:2]], 2)
+    seen["built"] = layer.layer_state_dict()
     seen["errors"] = [
         message_of(lambda: grid_of(fleet.CommunicateTopology(axes, [1, 2, 2, 1, 1]))),
         message_of(lambda: grid_of(fleet.CommunicateTopology(axes, [2, 2, 1, 1, 1]), 4)),
@@ -257,6 +261,9 @@ def measured() -> dict[str, Any]:
 
     seen["time"] = bounds([linear, F.relu, linear, linear, LayerDesc(Slow)], "time", sample_input=sample)
     seen["memory"] = bounds([LayerDesc(Wide), linear, F.relu, linear, linear], "memory", sample_input=sample)
+    statistics = nn.BatchNorm1D(8)
+    bounds([statistics, linear], "memory", sample_input=sample)
+    seen["statistics"] = statistics.state_dict(), [param.grad is None for param in statistics.parameters()]
     built = [nn.Linear(8, 8) for _ in range(3)]
     seen["parameters"] = bounds([LayerDesc(nn.Linear, 8, 64), LayerDesc(nn.Linear, 64, 8), *built], "parameters")
     seen["weights"] = bounds([linear, linear, linear, LayerDesc(nn.Linear, 8, 2)], {"Linear": 1})

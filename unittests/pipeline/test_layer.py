@@ -123,6 +123,9 @@ def test_grids_follow_the_topology(ranks: Ranks) -> None:
         assert seen["default"] == seen["fleet"]
         assert seen["default"] == (stage, replica, straight[replica], (stage, stage + 2), straight)
         assert seen["turned"] == (replica, stage, turned[stage], (2 * replica, 2 * replica + 1), turned)
+        for name, value in seen["built"].items():  # built from another seed on every rank
+            np.testing.assert_array_equal(value, by_rank[rank % 2]["built"][name], err_msg=name)
+        assert len(seen["built"]) == [6, 4][stage]
         sharding, stages, world, text = seen["errors"]
         assert "the topology also has sharding=2" in sharding
         assert "num_stages=4, but the topology has 2 along its axis 'pipe'" in stages
@@ -163,6 +166,8 @@ def test_measured_cuts(ranks: Ranks) -> None:
         assert seen["parameters"] == [0, 1, 5]  # 576 against 520 + 3 * 72; [0, 2, 5] has 1096
         assert seen["weights"] == [0, 2, 4]
         assert seen["layer"] == [0, 1, 6]
+        state, without_grad = seen["statistics"]
+        assert (state["_mean"] == 0).all() and (state["_variance"] == 1).all() and all(without_grad[:2])
         assert "time" in seen["tables"][0] and "memory" in seen["tables"][1]
         no_sample, failing, pattern, too_few = seen["errors"]
         assert "pass sample_input" in no_sample
