@@ -16,7 +16,7 @@ from typing import Any, Callable, Optional
 from ..errors import CheckpointError
 from .durable import create, remove
 from .job import SaveJob, Written
-from .manifest import Manifest, PieceEntry
+from .manifest import FileInfo, Manifest, PieceEntry
 from .team import Team
 
 __all__ = ["IN_FLIGHT", "InFlight", "PendingSave"]
@@ -119,9 +119,11 @@ class PendingSave:
 def _report(content: dict[str, Any]) -> Written:
     if "error" in content:
         raise CheckpointError(content["error"])
-    file, size, pieces = content["written"]
+    file, info, pieces = content["written"]
     return Written(
-        file, size, [(tuple(key), dtype, tuple(shape), PieceEntry(**piece)) for key, dtype, shape, piece in pieces]
+        file,
+        None if info is None else FileInfo(**info),
+        [(tuple(key), dtype, tuple(shape), PieceEntry(**piece)) for key, dtype, shape, piece in pieces],
     )
 
 

@@ -25,9 +25,11 @@ def create(path: Path) -> Iterator[BinaryIO]:
             yield _Whole(file)  # type: ignore[misc]
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):
             os.remove(temporary)
+        if isinstance(error, OSError):
+            error.filename = os.fspath(path)  # the system names no file when a write fails
         raise
     sync_folder(path.parent)
 

@@ -11,7 +11,7 @@ from typing import NamedTuple, Optional
 from ..errors import CheckpointError
 from .assign import Offer
 from .durable import TEMPORARY_SUFFIX, FolderLock, create, make_folder, remove, sync_folder
-from .manifest import MANIFEST_FILE, Key, Manifest, PieceEntry, TensorEntry
+from .manifest import MANIFEST_FILE, FileInfo, Key, Manifest, PieceEntry, TensorEntry
 from .progress import progress
 from .tensor_file import Blob, write_tensors
 
@@ -35,7 +35,7 @@ class Written(NamedTuple):
     """What one rank has written."""
 
     file: str
-    size: int  # bytes; 0 where it had nothing to write, and there is no file
+    info: Optional[FileInfo]  # None where it had nothing to write, and there is no file
     pieces: list[tuple[Key, str, tuple[int, ...], PieceEntry]]  # key, dtype, shape of the whole tensor, piece
 
 
@@ -78,25 +78,25 @@ class SaveJob:
     def write(self) -> Written:
         """Write this rank's file."""
         if not self._pieces:
-            return Written(self.file, 0, [])
+            return Written(self.file, None, [])
         blobs = [piece.blob for piece in self._pieces]
         with progress(f"rank {self.rank} writes", sum(blob.size for blob in blobs), self.rank == 0) as on_bytes:
-            checksums, size = write_tensors(self.folder / self.file, blobs, on_bytes)
+            checksums, info = write_tensors(self.folder / self.file, blobs, on_bytes)
         entries = []
         for piece, checksum in zip(self._pieces, checksums):
             entry = PieceEntry(self.file, piece.blob.key, piece.start, piece.stop, checksum)
             entries.append((piece.key, piece.dtype, piece.shape, entry))
         self._pieces.clear()  # copies are given up
-        return Written(self.file, size, entries)
+        return Written(self.file, info, entries)
 
     def publish(self, manifest: Manifest) -> None:
         """Make the save count: from here on readers see it."""
-        for name, size in manifest.files.items():
+        for name, info in manifest.files.items():
             path = self.folder / name
-            if not path.exists() or path.stat().st_size != size:
+            if not path.exists() or path.stat().st_size != info.size:
                 raise CheckpointError(
-                    f"{path}, which another rank has written, is not there with its {size} bytes; all ranks must write "
-                    "to one shared folder"
+                    f"{path}, which another rank has written, is not there with its {info.size} bytes; all ranks must "
+                    "write to one shared folder"
                 )
         path = self.folder / MANIFEST_FILE
         with create(path) as file:
@@ -138,7 +138,7 @@ def compose(offers: Sequence[Sequence[Offer]], reports: Sequence[Written], rest:
         key: TensorEntry(*shapes[key], tuple(sorted(found, key=lambda piece: piece.start)))
         for key, found in pieces.items()
     }
-    rest.files = {report.file: report.size for report in reports if report.size}
+    rest.files = {report.file: report.info for report in reports if report.info is not None}
     rest.check(MANIFEST_FILE)
     return rest
 

@@ -24,6 +24,7 @@ from ..errors import CheckpointError
 
 __all__ = [
     "FORMAT",
+    "FileInfo",
     "MANIFEST_FILE",
     "VERSION",
     "Key",
@@ -57,6 +58,14 @@ class PieceEntry:
 
 
 @dataclass(frozen=True)
+class FileInfo:
+    """A tensor file."""
+
+    size: int  # bytes
+    header: str  # crc32 of all bytes before those of the first tensor
+
+
+@dataclass(frozen=True)
 class TensorEntry:
     """One whole tensor."""
 
@@ -79,7 +88,7 @@ class Manifest:
     tensors: dict[Key, TensorEntry]
     aliases: dict[str, str] = field(default_factory=dict)  # further name of a tied tensor -> the name it is under
     parameter_names: dict[str, str] = field(default_factory=dict)  # structured name -> Paddle's automatic name
-    files: dict[str, int] = field(default_factory=dict)  # name -> bytes
+    files: dict[str, FileInfo] = field(default_factory=dict)  # by name
     data: Any = None  # rates, scheduler, scaler, extra; as data.pack() makes it
     info: dict[str, Any] = field(default_factory=dict)  # for people: versions, level
 
@@ -109,7 +118,7 @@ class Manifest:
             "save": self.save,
             "world_size": self.world_size,
             "info": self.info,
-            "files": self.files,
+            "files": {name: asdict(file) for name, file in self.files.items()},
             "aliases": self.aliases,
             "parameter_names": self.parameter_names,
             "data": self.data,
@@ -130,7 +139,7 @@ class Manifest:
                 tensors=tensors,
                 aliases=body["aliases"],
                 parameter_names=body["parameter_names"],
-                files=body["files"],
+                files={name: FileInfo(**file) for name, file in body["files"].items()},
                 data=body["data"],
                 info=body["info"],
             )

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Callable, NamedTuple, Optional
@@ -21,6 +21,7 @@ import numpy as np
 from ..errors import CheckpointError, UsageError
 from .dtypes import code_of, itemsize, name_of_code, numpy_dtype
 from .durable import create
+from .manifest import FileInfo
 
 __all__ = ["Blob", "FileEntry", "TensorFiles", "write_tensors"]
 
@@ -45,10 +46,11 @@ class Blob(NamedTuple):
 
 def write_tensors(
     path: Path, blobs: Sequence[Blob], on_bytes: Callable[[int], Any] = lambda size: None
-) -> tuple[list[str], int]:
+) -> tuple[list[str], FileInfo]:
     """Write ``blobs`` into ``path``, which appears when all of it is on the disk.
 
-    Returns the checksum of each blob and the bytes of the file; ``on_bytes`` is told of each part that is written.
+    Returns the checksum of each blob and what is to know of the file; ``on_bytes`` is told of each part that is
+    written.
     """
     order = sorted(range(len(blobs)), key=lambda index: -itemsize(blobs[index].dtype))  # so all of them are aligned
     header: dict[str, Any] = {"__metadata__": {"format": "pd"}}
@@ -65,13 +67,13 @@ def write_tensors(
         offset += blob.size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(_LENGTH, "little") + text
     checksums = [""] * len(blobs)
     with create(path) as file:
-        file.write(len(text).to_bytes(_LENGTH, "little"))
-        file.write(text)
+        file.write(head)
         for index in order:
             checksums[index] = _write_one(file, blobs[index], on_bytes)
-    return checksums, _LENGTH + len(text) + offset
+    return checksums, FileInfo(len(head) + offset, f"{zlib.crc32(head):08x}")
 
 
 def _write_one(file: BinaryIO, blob: Blob, on_bytes: Callable[[int], Any]) -> str:
@@ -100,10 +102,10 @@ class FileEntry(NamedTuple):
 class TensorFiles:
     """The tensor files of one folder, opened when they are first asked for; use it as a context."""
 
-    def __init__(self, folder: Path, files: Optional[dict[str, int]] = None) -> None:
-        """``files``: the bytes that each file must have, by its name."""
+    def __init__(self, folder: Path, files: Optional[Mapping[str, FileInfo]] = None) -> None:
+        """``files``: what each file must be, by its name."""
         self.folder = folder
-        self._sizes = files or {}
+        self._expected = files or {}
         self._open: dict[str, tuple[BinaryIO, dict[str, FileEntry]]] = {}
 
     def __enter__(self) -> TensorFiles:
@@ -174,7 +176,7 @@ class TensorFiles:
             except OSError as error:
                 raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
             try:
-                entries = _header(file, path, self._sizes.get(name))
+                entries = _header(file, path, self._expected.get(name))
             except BaseException:
                 file.close()
                 raise
@@ -182,16 +184,19 @@ class TensorFiles:
         return self._open[name]
 
 
-def _header(file: BinaryIO, path: Path, expected_size: Optional[int]) -> dict[str, FileEntry]:
+def _header(file: BinaryIO, path: Path, expected: Optional[FileInfo]) -> dict[str, FileEntry]:
     size = os.fstat(file.fileno()).st_size
-    if expected_size is not None and size != expected_size:
-        kind = "truncated" if size < expected_size else "damaged"
-        raise CheckpointError(f"{path} is {kind}: it has {size} bytes, expected {expected_size}")
+    if expected is not None and size != expected.size:
+        kind = "truncated" if size < expected.size else "damaged"
+        raise CheckpointError(f"{path} is {kind}: it has {size} bytes, expected {expected.size}")
     length = int.from_bytes(os.pread(file.fileno(), _LENGTH, 0), "little")
     if not 2 <= length <= min(_MAX_HEADER, size - _LENGTH):
         raise CheckpointError(f"{path} is damaged or no safetensors file: its header would have {length} bytes")
+    head = os.pread(file.fileno(), _LENGTH + length, 0)
+    if expected is not None and expected.header != f"{zlib.crc32(head):08x}":
+        raise CheckpointError(f"{path} is damaged: its header does not have the checksum {expected.header}")
     try:
-        header = json.loads(os.pread(file.fileno(), length, _LENGTH))
+        header = json.loads(head[_LENGTH:])
         header.pop("__metadata__", None)
         return {key: _file_entry(key, value, _LENGTH + length, size, path) for key, value in header.items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:

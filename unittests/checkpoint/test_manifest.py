@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from paddle_group_sharded import CheckpointError, LoadReport, UsageError
 from paddle_group_sharded.checkpoint.assign import Offer, assign
-from paddle_group_sharded.checkpoint.manifest import Manifest, PieceEntry, TensorEntry, overlaps, tiling_problem
+from paddle_group_sharded.checkpoint.manifest import (
+    FileInfo,
+    Manifest,
+    PieceEntry,
+    TensorEntry,
+    overlaps,
+    tiling_problem,
+)
 from paddle_group_sharded.checkpoint.match import Match, StateOwner, match_model, match_states
 
 names = st.text(min_size=1, max_size=12)
@@ -25,7 +32,7 @@ def entry(bounds: list[int], dtype: str = "float32") -> TensorEntry:
 
 
 def manifest(tensors: dict[tuple[str, ...], TensorEntry]) -> Manifest:
-    files = {piece.file: 100 for value in tensors.values() for piece in value.pieces}
+    files = {piece.file: FileInfo(100, "00000000") for value in tensors.values() for piece in value.pieces}
     return Manifest("0" * 16, 3, tensors, files=files, data={"extra": [1, None]}, info={"level": "os"})
 
 
@@ -88,7 +95,7 @@ def test_pieces_tile(bounds: list[tuple[int, int]], problem: str) -> None:
     assert problem in found and bool(problem) == bool(found)
     pieces = tuple(PieceEntry("f0", str(a), a, b, "") for a, b in bounds)
     content = manifest({("model", "weight"): TensorEntry("float32", (60,), pieces)})
-    content.files["f0"] = 1
+    content.files["f0"] = FileInfo(1, "")
     if problem:
         with pytest.raises(CheckpointError, match=r"weight \[60\]: "):
             Manifest.from_bytes(content.to_bytes(), "m.json")
