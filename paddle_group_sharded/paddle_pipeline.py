@@ -13,7 +13,6 @@ from .paddle_compat import innermost_optimizer
 __all__ = [
     "clip_of",
     "conv_options",
-    "scale_factor",
     "step_with_scaler",
     "unscale_grads",
     "update_scale",
@@ -64,11 +63,6 @@ def without_clips(optimizer: Any, which: Callable[[Any], bool]) -> Iterator[None
     finally:
         for place, key, clip in removed:
             place[key] = clip
-
-
-def scale_factor(scaler: Any) -> float:
-    """What a ``GradScaler`` multiplies the loss by; 1 where it is not enabled."""
-    return float(scaler._scale.reshape([]).item()) if scaler.is_enable() else 1.0
 
 
 def unscale_grads(scaler: Any, optimizer: Any) -> bool:

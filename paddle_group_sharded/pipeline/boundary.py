@@ -44,26 +44,7 @@ def pack(value: Any, where: str) -> tuple[Any, list[Tensor]]:
     :class:`UsageError` for anything else; ``where`` says who made the value.
     """
     tensors: list[Tensor] = []
-    slots: dict[int, Slot] = {}
-
-    def replaced(item: Any) -> Any:
-        if isinstance(item, paddle.Tensor):
-            if id(item) not in slots:
-                slots[id(item)] = Slot(len(tensors), needs_grad(item))
-                tensors.append(item)
-            return slots[id(item)]
-        if isinstance(item, dict):
-            return _like(item, {key: replaced(each) for key, each in item.items()})
-        if isinstance(item, (list, tuple)):
-            return _like(item, [replaced(each) for each in item])
-        if isinstance(item, _PLAIN):
-            return item
-        raise UsageError(
-            f"{where} returned {_a(item)}, which cannot cross to the next stage; return tensors, None, numbers, texts, "
-            f"and tuples, lists or dicts of these"
-        )
-
-    return replaced(value), tensors
+    return _packed(value, tensors, {}, where), tensors
 
 
 def unpack(structure: Any, tensors: Sequence[Tensor]) -> Any:
@@ -88,6 +69,25 @@ def unpack_grads(present: Sequence[bool], tensors: Sequence[Tensor]) -> list[Opt
     """The gradients of a message; None where none arose, which is not the same as zero to an optimizer."""
     left = iter(tensors)
     return [next(left) if there else None for there in present]
+
+
+def _packed(item: Any, tensors: list[Tensor], slots: dict[int, Slot], where: str) -> Any:
+    # Not a function inside pack(): one that calls itself is a cycle, which would keep tensors until it is collected.
+    if isinstance(item, paddle.Tensor):
+        if id(item) not in slots:
+            slots[id(item)] = Slot(len(tensors), needs_grad(item))
+            tensors.append(item)
+        return slots[id(item)]
+    if isinstance(item, dict):
+        return _like(item, {key: _packed(each, tensors, slots, where) for key, each in item.items()})
+    if isinstance(item, (list, tuple)):
+        return _like(item, [_packed(each, tensors, slots, where) for each in item])
+    if isinstance(item, _PLAIN):
+        return item
+    raise UsageError(
+        f"{where} returned {_a(item)}, which cannot cross to the next stage; return tensors, None, numbers, texts, and "
+        f"tuples, lists or dicts of these"
+    )
 
 
 def _like(container: Any, items: Any) -> Any:

@@ -51,6 +51,10 @@ class PipelineOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
             _check(inner, optimizer, layer)
         self.__dict__.update(_optim=inner, _layer=layer, _comm=layer.comm, skipped_steps=0)
 
+    def is_of(self, layer: PipelineLayer) -> bool:
+        """Whether it steps the parameters of ``layer``."""
+        return self._layer is layer
+
     def wraps(self, optimizer: Any) -> bool:
         """Whether this is the wrapper of ``optimizer``."""
         return innermost_optimizer(optimizer) is self._optim
