@@ -10,9 +10,10 @@ from typing import Any, Literal, NamedTuple, Optional, Union, overload
 
 from ..errors import CheckpointError, UsageError
 from ..paddle_compat import lr_scheduler as scheduler_of
+from ..pipeline.parallel import PipelineParallel
 from .background import IN_FLIGHT
-from .build import subject_of, team_of
-from .collect import Extras, inner_optimizer
+from .build import inner_optimizer, subject_of, team_of
+from .collect import Extras
 from .holding import Holding
 from .manifest import Manifest, TensorEntry
 from .match import LoadReport, Match, match_model, match_states
@@ -107,7 +108,7 @@ def read_checkpoint(path: Any, model: Any, optimizer: Optional[Any], extras: Ext
         team.together(lambda: _write_weights(team, job), _LABEL)
         job.subject.end_weights()
         team.together(lambda: _write_states(job), _LABEL)
-        team.together(lambda: _restore(team, job, data, optimizer, extras), _LABEL)
+        team.together(lambda: _restore(team, job, data, model, optimizer, extras), _LABEL)
     return Loaded(data["extra"], report, job.manifest.info)
 
 
@@ -179,7 +180,8 @@ def _check_data(job: _Load, data: Any, optimizer: Optional[Any], extras: Extras,
     missing = []
     if extras.scaler is not None and extras.scaler.is_enable() and not data.get("scaler"):
         missing.append("scaler")
-    own = None if optimizer is None else scheduler_of(inner_optimizer(optimizer))
+    inner = inner_optimizer(optimizer)
+    own = None if inner is None else scheduler_of(inner)
     if own is not None and "scheduler" not in data:
         missing.append("the state of the optimizer's lr_scheduler")
     if extras.scheduler is not None and extras.scheduler is not own and "lr_scheduler" not in data:
@@ -210,13 +212,13 @@ def _write_states(job: _Load) -> None:
         holding.load(job.files, job.match.states[name][state])
 
 
-def _restore(team: Team, job: _Load, data: Any, optimizer: Optional[Any], extras: Extras) -> None:
+def _restore(team: Team, job: _Load, data: Any, model: Any, optimizer: Optional[Any], extras: Extras) -> None:
     """Rates, schedulers, the scaler and, where training is to go on as before, the random states."""
     if extras.scaler is not None and data.get("scaler"):
         extras.scaler.load_state_dict(data["scaler"])
     own = None
-    if optimizer is not None:
-        inner = inner_optimizer(optimizer)
+    inner = inner_optimizer(optimizer)
+    if inner is not None:
         own = scheduler_of(inner)
         if own is not None and "scheduler" in data:
             own.set_state_dict(data["scheduler"])
@@ -226,6 +228,8 @@ def _restore(team: Team, job: _Load, data: Any, optimizer: Optional[Any], extras
         extras.scheduler.set_state_dict(data["lr_scheduler"])
     if optimizer is not None:
         _restore_random(team, job)
+        if isinstance(model, PipelineParallel) and "random_step" in data:
+            model.random_step = data["random_step"]
 
 
 def _restore_random(team: Team, job: _Load) -> None:

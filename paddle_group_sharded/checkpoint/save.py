@@ -23,6 +23,7 @@ __all__ = ["save_checkpoint", "write_checkpoint"]
 
 _LABEL = "save_checkpoint"
 _SAVE_BYTES = 8
+_OF_THE_OPTIMIZER = ("optimizer", "learning_rate", "scheduler")
 
 
 def save_checkpoint(
@@ -184,7 +185,12 @@ def _common_data(said: Sequence[_Said]) -> Any:
                 f"extra differs between rank 0 and rank {rank}; give the same on every rank, for example a list with "
                 "an entry for each rank"
             )
-    return said[0].data
+    data = dict(said[0].data)
+    for every in said:
+        for name in _OF_THE_OPTIMIZER:  # the first rank of a pipeline may have no parameters, and so no optimizer
+            if name in every.data:
+                data.setdefault(name, every.data[name])
+    return data
 
 
 def _differing(rank: int, parts: Parts, said: Sequence[_Said]) -> list[Holding]:
