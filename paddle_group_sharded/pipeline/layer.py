@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Callable, Optional
@@ -12,6 +10,7 @@ from paddle import nn
 
 from ..comm.agreement import agree
 from ..errors import GroupShardedError, UsageError
+from .announce import announce
 from .build import build_layers, check_built_layers, equalize_built_layers, function_of
 from .chunk import Chunk
 from .desc import class_name, is_shared_desc
@@ -28,8 +27,6 @@ from .shared import SharedWeights
 __all__ = ["PipelineLayer"]
 
 Tensor = Any
-
-_log = logging.getLogger(__name__)
 
 
 class PipelineLayer(PaddleMembers, nn.Layer):  # type: ignore[misc]  # Paddle is Any
@@ -159,10 +156,7 @@ class PipelineLayer(PaddleMembers, nn.Layer):  # type: ignore[misc]  # Paddle is
 
     def _print(self) -> None:
         losses = [getattr(loss, "__name__", type(loss).__name__) for loss in self.loss_fns]
-        text = classic(self.segmentation, self.descs, global_rank=self.grid.global_rank, losses=losses)
-        _log.info("%s", text)
-        sys.stdout.write(text + "\n")  # at once, so that ranks with one terminal do not mix their lines
-        sys.stdout.flush()
+        announce(classic(self.segmentation, self.descs, global_rank=self.grid.global_rank, losses=losses))
 
     def _build(self) -> dict[int, nn.Layer]:
         problem: Optional[GroupShardedError] = None
