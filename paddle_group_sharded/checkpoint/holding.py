@@ -14,7 +14,7 @@ from ..paddle_compat import flat_view, host_view
 from ..sharding.ops import copy_into
 from .assign import Offer
 from .dtypes import dtype_name, itemsize, numpy_dtype
-from .manifest import Key, TensorEntry, key_text, overlaps
+from .manifest import Key, TensorEntry, key_text, overlaps, piece_name
 from .tensor_file import Blob, TensorFiles
 
 __all__ = ["Holding", "whole_holding"]
@@ -49,10 +49,9 @@ class Holding:
 
     def blob(self) -> Blob:
         """What is written: in the tensor's own shape where it is whole."""
-        if self.start == 0 and self.stop == math.prod(self.shape):
-            return Blob(key_text(self.key), self.dtype, self.shape, self.array)
-        name = f"{key_text(self.key)}[{self.start}:{self.stop}]"
-        return Blob(name, self.dtype, (self.stop - self.start,), self.array)
+        numel, count = math.prod(self.shape), self.stop - self.start
+        name = piece_name(self.key, numel, self.start, self.stop)
+        return Blob(name, self.dtype, self.shape if count == numel else (count,), self.array)
 
     def array(self) -> Any:
         """The elements as a 1-D array: the memory itself where it is on the host, else a copy."""

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import NamedTuple, Optional
 
 from ..errors import CheckpointError
-from .assign import Offer
 from .durable import TEMPORARY_SUFFIX, FolderLock, create, make_folder, remove, sync_folder
 from .manifest import MANIFEST_FILE, FileInfo, Key, Manifest, PieceEntry, TensorEntry
 from .progress import progress
@@ -126,9 +125,14 @@ class SaveJob:
             self._lock = None
 
 
-def compose(offers: Sequence[Sequence[Offer]], reports: Sequence[Written], rest: Manifest) -> Manifest:
-    """The manifest of what all ranks have written."""
-    shapes = {offer.key: (offer.dtype, offer.shape) for held in offers for offer in held}
+def compose(
+    shapes: dict[Key, tuple[str, tuple[int, ...]]], reports: Sequence[Written], rest: Manifest
+) -> Manifest:
+    """The manifest of what all ranks have written.
+
+    ``shapes``: dtype and shape of the tensors, of those at least that have no elements and are in no file.
+    """
+    shapes = dict(shapes)
     pieces: dict[Key, list[PieceEntry]] = {key: [] for key in shapes}
     for report in reports:
         for key, dtype, shape, piece in report.pieces:

@@ -235,7 +235,7 @@ def _restore(team: Team, job: _Load, data: Any, model: Any, optimizer: Optional[
 def _restore_random(team: Team, job: _Load) -> None:
     entry = job.manifest.tensors.get(("rank", str(team.rank), "random"))
     if entry is None or job.manifest.world_size != team.world_size:
-        _logger.info("random states are those of %d ranks and stay as they are", job.manifest.world_size)
+        _logger.info("random states stay: the checkpoint has none, or those of %d ranks", job.manifest.world_size)
         return
     states = json.loads(read_whole(job.files, entry).tobytes())
     if not set_random_states(states):

@@ -33,6 +33,7 @@ __all__ = [
     "TensorEntry",
     "key_text",
     "overlaps",
+    "piece_name",
     "tiling_problem",
 ]
 
@@ -165,6 +166,15 @@ class Manifest:
 def key_text(key: Key) -> str:
     """``key`` as it stands in messages and as a name inside tensor files: ``weight``, ``optimizer/weight/moment1``."""
     return key[1] if key[0] == "model" else "/".join(key)
+
+
+def piece_name(key: Key, numel: int, start: int, stop: int) -> str:
+    """What elements ``start`` to ``stop`` of ``key`` are called inside a tensor file; just the name where it is whole.
+
+    >>> piece_name(("model", "weight"), 12, 0, 7), piece_name(("model", "weight"), 12, 0, 12)
+    ('weight[0:7]', 'weight')
+    """
+    return key_text(key) if (start, stop) == (0, numel) else f"{key_text(key)}[{start}:{stop}]"
 
 
 def tiling_problem(numel: int, intervals: Sequence[tuple[int, int]]) -> str:

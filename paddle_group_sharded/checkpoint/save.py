@@ -100,7 +100,7 @@ def write_checkpoint(
         info={"level": parts.level, "paddle": paddle.version.full_version, **(info or {})},
     )
     job = SaveJob(folder, plan.save, team.rank, plan.pieces)
-    pending = PendingSave(team, job, lambda reports: compose(plan.offers, reports, manifest), after)
+    pending = PendingSave(team, job, lambda reports: compose(plan.shapes, reports, manifest), after)
     try:
         team.together(lambda: job.open() if team.rank == 0 else None, _LABEL)
         if async_save:
@@ -123,7 +123,7 @@ def _folder(path: Any) -> Path:
 
 class _Plan(NamedTuple):
     save: str
-    offers: list[list[Offer]]  # by rank
+    shapes: dict[Key, tuple[str, tuple[int, ...]]]  # dtype and shape of every tensor
     pieces: list[Piece]  # of this rank
     aliases: dict[str, str]
     parameter_names: dict[str, str]
@@ -173,7 +173,8 @@ def _plan(team: Team, folder: str, parts: Parts) -> _Plan:
             parameter_names.setdefault(name, parameter_name)
     stored = {offer.key[1] for every in said for offer in every.offers if offer.key[0] == "model"}
     aliases = {alias: name for alias, name in aliases.items() if alias not in stored}
-    return _Plan(said[0].save, [every.offers for every in said], pieces, aliases, parameter_names, data)
+    shapes = {offer.key: (offer.dtype, offer.shape) for every in said for offer in every.offers}
+    return _Plan(said[0].save, shapes, pieces, aliases, parameter_names, data)
 
 
 def _common_data(said: Sequence[_Said]) -> Any:

@@ -45,15 +45,18 @@ class Blob(NamedTuple):
 
 
 def write_tensors(
-    path: Path, blobs: Sequence[Blob], on_bytes: Callable[[int], Any] = lambda size: None
+    path: Path,
+    blobs: Sequence[Blob],
+    on_bytes: Callable[[int], Any] = lambda size: None,
+    made_for: str = "pd",
 ) -> tuple[list[str], FileInfo]:
     """Write ``blobs`` into ``path``, which appears when all of it is on the disk.
 
     Returns the checksum of each blob and what is to know of the file; ``on_bytes`` is told of each part that is
-    written.
+    written.  ``made_for``: the library that readers of safetensors expect to be told of.
     """
     order = sorted(range(len(blobs)), key=lambda index: -itemsize(blobs[index].dtype))  # so all of them are aligned
-    header: dict[str, Any] = {"__metadata__": {"format": "pd"}}
+    header: dict[str, Any] = {"__metadata__": {"format": made_for}}
     offset = 0
     for index in order:
         blob = blobs[index]
