@@ -163,6 +163,11 @@ class PipelineOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
 
 
 def _check(inner: Any, given: Any, layer: PipelineLayer) -> None:
+    if hasattr(inner, "_optim"):
+        raise UsageError(
+            f"optimizer is a {type(inner).__name__}, which shards what it steps; a pipeline steps whole parameters of "
+            f"its stages: pass the optimizer itself, or use group_sharded_parallel without a pipeline"
+        )
     if not isinstance(inner, paddle.optimizer.Optimizer):
         raise UsageError(f"optimizer must be a paddle.optimizer.Optimizer, got {type(given).__name__}")
     known = {id(param) for param in layer.parameters()}

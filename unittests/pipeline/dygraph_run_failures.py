@@ -12,7 +12,13 @@ import paddle
 import paddle.nn.functional as F
 from paddle import nn
 
-from paddle_group_sharded import LayerDesc, PipelineLayer, PipelineParallel, pipeline_parallel
+from paddle_group_sharded import (
+    LayerDesc,
+    PipelineLayer,
+    PipelineParallel,
+    group_sharded_parallel,
+    pipeline_parallel,
+)
 from paddle_group_sharded.paddle_compat import allocated_bytes
 from paddle_group_sharded.pipeline.action import Plan
 from paddle_group_sharded.pipeline.schedules import one_f_one_b
@@ -123,11 +129,14 @@ def refusals() -> list[str]:
     class OwnClip(nn.ClipGradByGlobalNorm):
         pass
 
+    own = nn.Linear(2, 2)
+    sharded = group_sharded_parallel(own, paddle.optimizer.SGD(0.1, parameters=own.parameters()), "os_g")[1]
     clipped = paddle.optimizer.SGD(0.1, parameters=layer.parameters(), grad_clip=OwnClip(1.0))
     calls: list[Callable[[], Any]] = [
         lambda: pipeline_parallel(nn.Linear(2, 2), optimizer),
         lambda: pipeline_parallel(layer, foreign),
         lambda: pipeline_parallel(layer, 3),
+        lambda: pipeline_parallel(layer, sharded),
         lambda: pipeline_parallel(layer, optimizer, 0),
         lambda: pipeline_parallel(layer, optimizer, 4, "2f2b"),
         lambda: pipeline_parallel(layer, optimizer, 4, one_f_one_b(3, 4)),
@@ -153,15 +162,15 @@ def crossed_calls() -> str:
     return message(lambda: model.eval_batch(data, compute_loss=True))
 
 
-def memory() -> list[int]:
-    """Live bytes between steps, in which large tensors pass the boundary both ways."""
+def memory() -> dict[str, list[int]]:
+    """By schedule, live bytes between steps, in which large tensors pass the boundary both ways."""
     layer = PipelineLayer(
         [LayerDesc(nn.Linear, 4, 500), F.relu, LayerDesc(nn.Linear, 500, 4), LayerDesc(nn.PReLU)],
         num_stages=2,
         loss_fn=nn.MSELoss(),
     )
     optimizer = paddle.optimizer.SGD(0.0, parameters=layer.parameters())
-    live = []
+    live: dict[str, list[int]] = {}
     data = [paddle.randn([1200, 4]), paddle.zeros([1200, 4])]
     for schedule in ("gpipe", "zb_h1"):
         model, ours = pipeline_parallel(layer, optimizer, 6, schedule)
@@ -169,6 +178,6 @@ def memory() -> list[int]:
             model.train_batch(data, ours)
             model.eval_batch(data)
             gc.collect()
-            live.append(allocated_bytes())
+            live.setdefault(schedule, []).append(allocated_bytes())
         model.close()
     return live

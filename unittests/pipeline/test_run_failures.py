@@ -46,12 +46,13 @@ def test_a_rank_is_killed() -> None:
         assert second.startswith("CommError: ") and prompt == "True", (second, prompt)
 
 
-def test_m5_refusals(ranks: Ranks) -> None:
-    """M5: the type that was given is named; so are numbers that do not fit, on every rank alike."""
+def test_m5_n15_refusals(ranks: Ranks) -> None:
+    """M5, N15: the type that was given is named; so are numbers that do not fit, on every rank alike."""
     expected = [
         "UsageError: expected a PipelineLayer of paddle_group_sharded, got Linear; describe the model as a list",
         "UsageError: the optimizer has 2 parameters that are not of this rank's stages, the first is 'linear_",
         "UsageError: optimizer must be a paddle.optimizer.Optimizer, got int",
+        "UsageError: optimizer is a ShardedOptimizer, which shards what it steps; a pipeline",
         "UsageError: the number of micro-batches is a whole number from 1 on; got 0",
         "UsageError: unknown schedule '2f2b'; there are gpipe, 1f1b,",
         "UsageError: the plan is for 3 ranks, 4 micro-batches and 3 virtual stages, asked for are 2 stages",
@@ -77,5 +78,7 @@ def test_one_trains_and_one_evaluates(ranks: Ranks) -> None:
 
 def test_n16_memory(ranks: Ranks) -> None:
     """N16: nothing of a step is kept after it: an output is 400 kB."""
-    for live in ranks(2).run(WORKER, "memory"):
-        assert max(live) - min(live) < 10_000, live
+    for by_schedule in ranks(2).run(WORKER, "memory"):
+        assert len(by_schedule) == 2
+        for live in by_schedule.values():
+            assert max(live) - min(live) < 10_000, by_schedule

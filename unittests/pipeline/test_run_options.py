@@ -12,7 +12,7 @@ LIMIT = 1e-6
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a10_clips_and_tied_weights(ranks: Ranks, world_size: int) -> None:
-    """A10, A12, A15, A16 with training: the copies count once in norms, and stay, or become, equal."""
+    """A10, A12, A13, A15, A16 in training: copies count once in norms, stay or become equal, and may be frozen."""
     for seen in ranks(world_size).run(WORKER, "clipping", world_size):
         assert len(seen) == 8 and all(value <= LIMIT for value in seen.values()), seen
 
