@@ -146,6 +146,9 @@ class Engine:
     def before_forward(self) -> None:
         """A forward of the whole model begins."""
         self.backward_error.check()
+        written, self.residency.written = self.residency.written, None
+        if written is not None:  # there was no step, which raises it on every rank
+            raise written
         self.residency.begin_forward()
         self.reducer.settle()
         self._watch_gradients()
@@ -181,7 +184,7 @@ class Engine:
         """Forget all gradients; with ``keep_reached`` parameters that had one count as having a zero one."""
         self.reducer.abandon()
         for group in self.groups:
-            group.drop_grads()
+            group.gradients.drop()
         if not keep_reached:
             for param in self.params:
                 param.reached = False
