@@ -57,9 +57,8 @@ class GroupGradients:
         """Begin to sum the local gradients over the ranks; they are taken from the parameters.  Collective."""
         grads = dict(self._local_grads())
         nothing = not grads
-        segments: list[Segment] = [
-            stretch if isinstance(stretch, int) else self._run_grad(stretch, grads) for stretch in self._layout.stretches
-        ]
+        stretches = self._layout.stretches
+        segments: list[Segment] = [each if isinstance(each, int) else self._run_grad(each, grads) for each in stretches]
         if nothing and segments:
             segments[-1] = paddle.zeros([segments[-1]]).astype(self.dtype)
         return self._comm.reduce_scatter(segments, self._layout.numel, f"reduce {self._group.name}")

@@ -18,10 +18,10 @@ def test_kernels_and_results(ranks: Ranks, level: str) -> None:
         assert results["AdamW one parameter has its own rate"]["kernels"][0] in (1, 3)
         unused = results["AdamW a layer is unused in steps 3 and 4"]["kernels"]
         assert unused[0] == unused[1] == 1 and max(unused) <= 3
-        assert results["ASGD keeps rows of states"]["kernels"][0] >= 20 or "ASGD keeps rows of states" in results["absent"]
+        rows = results.get("ASGD keeps rows of states")  # Paddle 2.6 has no ASGD
+        assert rows is None or rows["kernels"][0] >= 20
         for name, result in results.items():
-            if name != "absent":
-                assert result["difference"] == 0.0, (name, result)
+            assert result["difference"] == 0.0, (name, result)
 
 
 def test_states_are_those_of_single_parameters(ranks: Ranks) -> None:
