@@ -11,11 +11,11 @@ from typing import Any, Optional
 import paddle
 from paddle import nn
 
+from .clipping import check_clip
 from .comm import Comm
 from .comm.agreement import agree
 from .errors import GroupShardedError, UsageError
 from .paddle_compat import forward_pre_hooks, has_memory, lr_scheduler, optimizer_options, param_groups, unwrapped_layer
-from .sharding.clip import check_clip
 from .sharding.engine import EngineConfig, is_sharded, named_params
 from .sharding.hooks import RootHook
 from .sharding.level import Level

@@ -35,10 +35,10 @@ class Contents(NamedTuple):
 class FileSet:
     """Files of one folder that appear under their names together, when all of them are complete."""
 
-    def __init__(self, folder: str) -> None:
-        """Write into ``folder``, which exists."""
+    def __init__(self, folder: str, save: Optional[str] = None) -> None:
+        """Write into ``folder``; ``save``: 16 characters that all writers of one save have agreed on, else random."""
         self._folder = folder
-        self._save = os.urandom(_SAVE_DIGITS // 2).hex().encode()
+        self._save = (save or os.urandom(_SAVE_DIGITS // 2).hex()).encode()
         self._written: list[str] = []
 
     def write(self, name: str, value: dict[str, Any]) -> None:

@@ -31,6 +31,8 @@ Tensor = Any
 
 _OBJECT = "object"
 _TENSOR = "tensor"
+_MESSAGE = "message"  # an object and any number of tensors
+_FAILURE = "failure"  # its label is the reason
 _EXIT_SECONDS = 1.0  # for what is still queued when the program ends without close()
 
 
@@ -51,6 +53,11 @@ class _End:
         if self._finalizer.detach() is not None:
             _leave(self._worker, self._link, None)
             self._check()
+
+    def abandon(self) -> None:
+        """As :meth:`close`, after a failure: what is under way is given a second at most, and nothing is raised."""
+        if self._finalizer.detach() is not None:
+            _leave(self._worker, self._link, _EXIT_SECONDS)
 
     def _submit(self, call: Callable[[], Any]) -> Work:
         if not self._finalizer.alive:
@@ -84,20 +91,27 @@ class Sender(_End):
         Until the message has been sent, which ``work.wait()`` tells, the tensor is kept alive and must not be changed.
         An error that nobody waits for is raised by the next call, or by ``close()``.
         """
-        host = tensor.detach() if tensor.place.is_cpu_place() else tensor.detach().cpu()
-        if not host.is_contiguous():
-            host = host.contiguous()
-        return self._submit(lambda: self._send(_TENSOR, label, (list(host.shape), dtype_name(host)), host))
+        host = _on_host(tensor)
+        return self._submit(lambda: self._send(_TENSOR, label, _form(host), [host]))
 
     def send_object(self, value: Any, label: str) -> Work:
         """Send a small Python value; it is pickled before this returns."""
         pickled = dumps(value)
-        return self._submit(lambda: self._send(_OBJECT, label, pickled, None))
+        return self._submit(lambda: self._send(_OBJECT, label, pickled, []))
 
-    def _send(self, kind: str, label: str, content: Any, tensor: Optional[Tensor]) -> None:
-        payload = None if tensor is None else memoryview(host_view(tensor).view(np.uint8))
+    def send_message(self, value: Any, tensors: Sequence[Tensor], label: str) -> Work:
+        """Send a small Python value and any number of tensors, as one message; otherwise as :meth:`send`."""
+        hosts = [_on_host(tensor) for tensor in tensors]
+        content = (dumps(value), [_form(host) for host in hosts])
+        return self._submit(lambda: self._send(_MESSAGE, label, content, hosts))
+
+    def send_failure(self, reason: str) -> Work:
+        """Say why no more messages will come: the other end raises it at its next message, whatever that was to be."""
+        return self._submit(lambda: self._send(_FAILURE, reason, None, []))
+
+    def _send(self, kind: str, label: str, content: Any, tensors: Sequence[Tensor]) -> None:
         try:
-            self._link.send(dumps((kind, label, content)), payload)
+            self._link.send(dumps((kind, label, content)), *map(_memory, tensors))
         except LinkClosed:
             raise CommError(
                 f"rank {self.other} has ended, or has closed its end, before rank {self.rank} could send it "
@@ -108,6 +122,11 @@ class Sender(_End):
 class Receiver(_End):
     """Where messages come out."""
 
+    def abandon(self) -> None:
+        """See :meth:`_End.abandon`; nobody wants what is still to come."""
+        self._link.shutdown()
+        super().abandon()
+
     def recv(self, shape: Sequence[int], dtype: Union[str, Any], label: str) -> Tensor:
         """The next message, which must be a tensor of this shape, dtype and label.  Blocks."""
         return self.irecv(shape, dtype, label).wait()
@@ -115,13 +134,26 @@ class Receiver(_End):
     def irecv(self, shape: Sequence[int], dtype: Union[str, Any], label: str) -> Work:
         """As :meth:`recv`, but returns at once; ``work.wait()`` gives the tensor."""
         wanted = (list(shape), str(dtype).rpartition(".")[2])
-        return self._submit(lambda: self._recv(_TENSOR, label, wanted))
+        return self._submit(lambda: self._recv(_TENSOR, label, self._recv_tensor, wanted))
 
     def recv_object(self, label: str) -> Any:
         """The next message, which must be a Python value of this label.  Blocks."""
-        return self._submit(lambda: self._recv(_OBJECT, label, None)).wait()
+        return self._submit(lambda: self._recv(_OBJECT, label, loads)).wait()
 
-    def _recv(self, kind: str, label: str, wanted: Optional[tuple[list[int], str]]) -> Any:
+    def irecv_message(self, label: str) -> Work:
+        """The next message, which must be one of :meth:`Sender.send_message`, of this label.  Returns at once;
+        ``work.wait()`` gives the value and the list of tensors.
+        """
+
+        def take(content: Any) -> tuple[Any, list[Tensor]]:
+            pickled, forms = content
+            return loads(pickled), [self._recv_tensor(form) for form in forms]
+
+        return self._submit(lambda: self._recv(_MESSAGE, label, take))
+
+    def _recv(
+        self, kind: str, label: str, take: Callable[[Any], Any], wanted: Optional[tuple[list[int], str]] = None
+    ) -> Any:
         try:
             if not self._link.poll(self._timeout):
                 raise CommError(
@@ -129,25 +161,26 @@ class Receiver(_End):
                     "that rank is only slow, pass a larger timeout; otherwise look where it is stuck"
                 )
             got_kind, got_label, content = loads(self._link.recv())
+            if got_kind == _FAILURE:
+                raise CommError(got_label)
             if (got_kind, got_label) != (kind, label) or (wanted is not None and content != wanted):
                 raise CommError(
                     f"expected {_describe(kind, label, wanted)} from rank {self.other}, got "
                     f"{_describe(got_kind, got_label, content)}; both ends must agree on the order of messages"
                 )
-            if wanted is None:
-                return loads(content)
-            return self._recv_tensor(*wanted)
+            return take(content)
         except LinkClosed:
             raise CommError(
                 f"rank {self.other} has ended, or has closed its end, before it sent '{label}' to rank {self.rank}; "
                 f"see the log of rank {self.other}"
             ) from None
 
-    def _recv_tensor(self, shape: list[int], dtype: str) -> Tensor:
+    def _recv_tensor(self, form: tuple[list[int], str]) -> Tensor:
+        shape, dtype = form
         tensor = paddle.empty(shape, dtype=dtype)
         on_host = tensor.place.is_cpu_place()
         host = tensor if on_host else tensor.cpu()
-        self._link.recv_into(memoryview(host_view(host).view(np.uint8)))
+        self._link.recv_into(_memory(host))
         if not on_host:
             tensor.copy_(host, True)
         return tensor
@@ -191,10 +224,24 @@ def create_channels(
 
 
 def _describe(kind: str, label: str, content: Any) -> str:
-    if kind == _OBJECT:
-        return f"the value '{label}'"
+    if kind != _TENSOR:
+        return f"the {'value' if kind == _OBJECT else kind} '{label}'"
     shape, dtype = content
     return f"the tensor '{label}' ({dtype} {shape})"
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """A contiguous tensor on the host, outside of autograd, with the elements of ``tensor``; it itself if it is one."""
+    host = tensor.detach() if tensor.place.is_cpu_place() else tensor.detach().cpu()
+    return host if host.is_contiguous() else host.contiguous()
+
+
+def _form(host: Tensor) -> tuple[list[int], str]:
+    return list(host.shape), dtype_name(host)
+
+
+def _memory(host: Tensor) -> memoryview:
+    return memoryview(host_view(host).view(np.uint8))
 
 
 def _leave(worker: Worker, link: Link, seconds: Optional[float]) -> None:

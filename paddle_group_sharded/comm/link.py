@@ -31,11 +31,11 @@ class Link:
         """For ``select``: readable means that a message or the end of the connection is there."""
         return self._sock.fileno()
 
-    def send(self, message: bytes, payload: Optional[memoryview] = None) -> None:
-        """Send one message and, for :meth:`recv_into`, a payload; :class:`LinkClosed` when the connection has ended."""
+    def send(self, message: bytes, *payloads: memoryview) -> None:
+        """Send one message and, for :meth:`recv_into`, payloads; :class:`LinkClosed` when the connection has ended."""
         try:
             self._sock.sendall(_HEADER.pack(len(message)) + message)
-            if payload is not None:
+            for payload in payloads:
                 self._sock.sendall(payload)
         except OSError:
             raise LinkClosed from None
@@ -46,7 +46,7 @@ class Link:
         return self._read(length)
 
     def recv_into(self, payload: memoryview) -> None:
-        """Fill ``payload`` with what the last message came with."""
+        """Fill ``payload`` with the next of those that the last message came with."""
         done = 0
         while done < len(payload):
             try:

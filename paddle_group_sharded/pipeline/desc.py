@@ -27,7 +27,8 @@ class LayerDesc:
     """All that is needed to build one layer: ``LayerDesc(nn.Linear, 8, 4, bias_attr=False)``.
 
     ``layer_func`` is the layer's class, ``inputs`` and ``kwargs`` are what it will be called with.  Nothing is
-    allocated before :meth:`build_layer`, which only the rank that holds the layer calls.
+    allocated before :meth:`build_layer`, which the rank that holds the layer calls; the others do so under
+    ``paddle.LazyGuard`` to learn names and sizes, which allocates nothing.
     """
 
     def __init__(self, layer_func: Any, *inputs: Any, **kwargs: Any) -> None:

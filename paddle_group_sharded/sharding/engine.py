@@ -24,14 +24,14 @@ from .param import ShardedParam
 from .reduction import GradReducer
 from .residency import Residency
 
-__all__ = ["Engine", "EngineConfig", "is_sharded", "named_params"]
+__all__ = ["STATISTICS", "Engine", "EngineConfig", "is_sharded", "named_params"]
 
 Layer = Any
 Tensor = Any
 
 
 # Frozen parameters of BatchNorm and SpectralNorm which every forward writes, on each rank from its own data.
-_STATISTICS = ("_mean", "_variance", "weight_u", "weight_v")
+STATISTICS = ("_mean", "_variance", "weight_u", "weight_v")
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Engine:
             ids.update(
                 id(param)
                 for name, param in layer_params(layer).items()
-                if param is not None and param.stop_gradient and name in _STATISTICS
+                if param is not None and param.stop_gradient and name in STATISTICS
             )
         return ids
 

@@ -16,6 +16,7 @@ from typing import Any, Optional, Union
 import paddle
 from paddle import nn
 
+from ..clipping import check_clip, clip_factors, needs_norms, square_sum
 from ..comm.agreement import agree
 from ..errors import GroupShardedError, StateError, UsageError
 from ..paddle_compat import (
@@ -27,7 +28,6 @@ from ..paddle_compat import (
     set_overflow_flag,
     step_units,
 )
-from .clip import check_clip, clip_factors, needs_norms, square_sum
 from .engine import Engine
 from .fusion import Batch, Fusion, Step
 from .group import ParamGroup

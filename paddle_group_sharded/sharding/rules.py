@@ -6,9 +6,9 @@ from typing import Any
 
 import paddle
 
+from ..clipping import check_clip
 from ..errors import UsageError
 from ..paddle_compat import innermost_optimizer, param_groups
-from .clip import check_clip
 
 __all__ = ["rounds_alike_everywhere", "steps_pieces", "unwrap_optimizer"]
 

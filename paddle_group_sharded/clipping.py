@@ -1,4 +1,4 @@
-"""Gradient clipping over pieces: norms are summed over the ranks, and each parameter is counted once.
+"""Gradient clipping over ranks: norms are summed over them, and each parameter is counted once.
 
 The user's clip objects are read, never changed.  What they compute on whole gradients is computed here from the pieces'
 sums of squares (``ClipGradByGlobalNorm``, ``ClipGradByNorm``); ``ClipGradByValue`` looks at single elements and is
@@ -13,8 +13,7 @@ from typing import Any
 import paddle
 from paddle import nn
 
-from ..errors import UsageError
-from .ops import to_float32
+from .errors import UsageError
 
 __all__ = ["check_clip", "clip_factors", "needs_norms", "square_sum"]
 
@@ -38,7 +37,7 @@ def needs_norms(clip: Any) -> bool:
 
 def square_sum(grad: Tensor) -> float:
     """Sum of squares of a 1-D gradient, computed in float32 or wider."""
-    value = to_float32(grad)
+    value = grad.astype(paddle.float32) if grad.dtype in (paddle.float16, paddle.bfloat16) else grad
     return float(paddle.dot(value, value).item()) if value.size else 0.0
 
 

@@ -1,0 +1,112 @@
+"""Inside a trainer: save at every level, load into every level."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import paddle
+import paddle.distributed as dist
+from paddle import nn
+
+from paddle_group_sharded import group_sharded_parallel, load_checkpoint, save_checkpoint
+from unittests.checkpoint.whole import differing, whole_state
+from unittests.harness import fresh
+from unittests.sharding import plain_paddle
+
+LEVELS = ("os", "os_g", "p_g_os")
+SAVED_AT, END = 3, 5  # steps
+
+
+class Half(nn.Layer):
+    """bfloat16 parameters that are stepped as float32 masters: those of whole and of odd sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 7)
+        self.middle = nn.Linear(7, 5)
+        self.out = nn.Linear(5, 7)
+        for param in self.parameters():
+            value = param.astype("bfloat16")
+            value._share_buffer_to(param)
+
+    def forward(self, ids: Any) -> Any:
+        x = nn.functional.embedding(ids, self.embedding.weight.astype("float32")).mean(axis=1)
+        for layer in (self.middle, self.out):
+            x = paddle.tanh(nn.functional.linear(x, layer.weight.astype("float32"), layer.bias.astype("float32")))
+        return x
+
+
+def build(kind: str) -> tuple[Any, Any]:
+    if kind in ("AdamW", "Lamb", "Momentum", "SGD"):
+        return plain_paddle.build(kind)
+    paddle.seed(7)
+    model = Half() if kind.startswith("half") else plain_paddle.Rich()
+    if kind == "ASGD":
+        return model, paddle.optimizer.ASGD(0.05, batch_num=3, parameters=model.parameters())
+    if kind == "half Lamb":
+        return model, paddle.optimizer.Lamb(0.05, parameters=model.parameters(), multi_precision=True)
+    return model, paddle.optimizer.AdamW(0.05, parameters=model.parameters(), multi_precision=True)
+
+
+def places(kind: str) -> list[str]:
+    """Plain Paddle cannot step bfloat16 on the CPU."""
+    return list(LEVELS) if kind.startswith("half") else ["plain", *LEVELS]
+
+
+def make(kind: str, place: str) -> tuple[Any, Any]:
+    model, optimizer = build(kind)
+    if place != "plain":
+        model, optimizer, _ = group_sharded_parallel(model, optimizer, place)
+    return model, optimizer
+
+
+def save_all(folder: str, kind: str) -> dict[str, str]:
+    """Each level's own whole state is left beside its checkpoint by rank 0, with the losses that follow."""
+    world_size = dist.get_world_size()
+    for place in places(kind):
+        fresh()
+        model, optimizer = make(kind, place)
+        plain_paddle.train(model, optimizer, 0, SAVED_AT)
+        path = f"{folder}/{place}-{world_size}"
+        save_checkpoint(path, model, optimizer, extra={"place": place, "ids": plain_paddle.batch(1)})
+        expected = whole_state(model, optimizer)
+        losses = plain_paddle.train(model, optimizer, SAVED_AT, END)
+        if dist.get_rank() == 0:
+            Path(f"{path}/expected.pickle").write_bytes(pickle.dumps((expected, losses)))
+    return sorted(path.name for path in Path(folder).iterdir()) if dist.get_rank() == 0 else []
+
+
+def load_all(folder: str, kind: str, sources: list[str]) -> dict[str, Any]:
+    """By source and level: names that differ, and how far the losses that follow are from the unbroken run's."""
+    results: dict[str, Any] = {}
+    for place in places(kind):
+        fresh()
+        build(kind)  # so that automatic names differ from those in the files
+        model, optimizer = make(kind, place)
+        plain_paddle.train(model, optimizer, 20, 21)  # it has other values and states of its own by now
+        for source in sources:
+            path = Path(folder) / source
+            expected, losses = pickle.loads((path / "expected.pickle").read_bytes())
+            extra = load_checkpoint(path, model, optimizer)
+            assert extra["place"] == source.partition("-")[0]
+            assert extra["ids"].numpy().tobytes() == plain_paddle.batch(1).numpy().tobytes()
+            wrong = differing(expected, whole_state(model, optimizer))
+            far = 0.0
+            if source.endswith(f"-{dist.get_world_size()}"):
+                again = plain_paddle.train(model, optimizer, SAVED_AT, END)
+                far = max(abs(one - other) for one, other in zip(losses, again))
+            results[f"{source} -> {place}-{dist.get_world_size()}"] = (wrong, far)
+    return results
+
+
+def plain_reference(folder: str, kind: str, source: str) -> list[str]:
+    """A checkpoint, loaded into plain Paddle, against a run that knows nothing of this package."""
+    model, optimizer = plain_paddle.build(kind)
+    plain_paddle.train(model, optimizer, 0, SAVED_AT)
+    expected = whole_state(model, optimizer)
+    fresh()
+    model, optimizer = plain_paddle.build(kind)
+    load_checkpoint(f"{folder}/{source}", model, optimizer)
+    return differing(expected, whole_state(model, optimizer))
