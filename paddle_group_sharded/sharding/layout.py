@@ -127,13 +127,17 @@ class GroupLayout:
     def runs(self) -> tuple[Run, ...]:
         """The slots with elements, in order: each large one alone, small neighbours together."""
         runs: list[Run] = []
+        before = 0  # elements of the slot before
         for index, slot in enumerate(self.slots):
-            joins = bool(runs) and max(slot.numel, self.slots[index - 1].numel) <= SMALL
-            if joins and slot.stop - runs[-1].start <= RUN_LIMIT:
+            if not slot.numel:
+                continue
+            joins = bool(runs) and max(slot.numel, before) <= SMALL and slot.stop - runs[-1].start <= RUN_LIMIT
+            if joins:
                 runs[-1] = Run(range(runs[-1].slots.start, index + 1), runs[-1].start, slot.stop)
             else:
                 runs.append(Run(range(index, index + 1), slot.start, slot.stop))
-        return tuple(run for run in runs if run.numel)
+            before = slot.numel
+        return tuple(runs)
 
     @cached_property
     def stretches(self) -> tuple[Union[Run, int], ...]:
