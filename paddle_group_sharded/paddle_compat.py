@@ -33,6 +33,7 @@ __all__ = [
     "flat_view",
     "forget_fused_params",
     "forward_pre_hooks",
+    "fill_lazy",
     "fresh_states",
     "functions_of_params",
     "grad_of",
@@ -40,6 +41,7 @@ __all__ = [
     "has_memory",
     "host_view",
     "innermost_optimizer",
+    "is_lazy",
     "is_sparse",
     "keeps_masters",
     "layer_params",
@@ -122,6 +124,19 @@ def bind_view(tensor: Tensor, buffer: Tensor, start: int, stop: int) -> None:
 def release(tensor: Tensor) -> None:
     """Give up ``tensor``'s memory; its shape stays, and reading it raises until it is bound again."""
     tensor._clear_data()
+
+
+def is_lazy(param: Tensor) -> bool:
+    """Whether ``param`` was made under ``paddle.LazyGuard`` and has not been given its initial value."""
+    return getattr(param, "_init_func", None) is not None
+
+
+def fill_lazy(param: Tensor, for_good: bool) -> None:
+    """Give a lazy parameter its initial value, or with ``for_good`` False a value that leaves it lazy."""
+    init = param._init_func
+    param.initialize()
+    if not for_good:
+        param._init_func = init
 
 
 def share_memory(source: Tensor, target: Tensor) -> None:
