@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any, Optional
 import numpy as np
 import paddle
 
+from ..clipping import square_sum
 from ..comm.base import Overlap, Segment, Work
 from ..errors import UsageError
-from ..paddle_compat import drop_grad, flat_grad, flat_view, grad_of, has_grad, is_sparse
+from ..paddle_compat import drop_grad, flat_grad, flat_view, grad_of, has_grad, host_view, is_sparse
 from ..paddle_compat import packed as pack
 from .layout import ALIGN, Run
 from .ops import accumulate, copy_into, scale_into
@@ -146,7 +147,7 @@ class GroupGradients:
                     self._shard = paddle.zeros([self._layout.shard_numel]).astype(self.dtype)
                 part = flat_view(self._shard, start, stop)
             else:
-                part = paddle.empty([stop - start], dtype=self.dtype)
+                part = paddle.zeros([stop - start]).astype(self.dtype)
             pieces = [piece for piece in (self._pieces[index] for index in run.slots) if piece is not None]
             views = {
                 piece.index: flat_view(part, piece.shard_start - start, piece.shard_start - start + piece.numel)
@@ -185,6 +186,23 @@ class GroupGradients:
             alone = len(run.slots) == 1 and not self._sharded
             self._grads[index] = paddle.empty(value.shape, self.dtype) if alone else self._part_of(run)[1][index]
         copy_into(self._grads[index], value)
+
+    def square_sums(self) -> dict[int, float]:
+        """The sum of squares of each piece's gradient, by slot, computed in float32 or wider."""
+        sums: dict[int, float] = {}
+        for part, views in self._parts.values():
+            if len(views) > 1 and part.dtype == paddle.float32 and part.place.is_cpu_place():
+                starts = [self._pieces[index].shard_start for index in views]  # type: ignore[union-attr]
+                squares = np.square(host_view(part), dtype=np.float64)  # zero in the gaps
+                found = np.add.reduceat(squares, np.subtract(starts, starts[0]))
+                sums.update(zip(views, found.tolist()))
+        return {index: sums[index] if index in sums else square_sum(grad) for index, grad in self._grads.items()}
+
+    def finite(self) -> bool:
+        """Whether no piece's gradient holds an infinite number or nan."""
+        if all(bool(paddle.isfinite(tensor).all()) for tensor in self.storage):
+            return True  # else it may be an element that means nothing
+        return all(bool(paddle.isfinite(grad).all()) for grad in self._grads.values() if grad.size)
 
     @property
     def storage(self) -> list[Tensor]:
