@@ -15,7 +15,15 @@ from .clipping import check_clip
 from .comm import Comm
 from .comm.agreement import agree
 from .errors import GroupShardedError, UsageError
-from .paddle_compat import forward_pre_hooks, has_memory, lr_scheduler, optimizer_options, param_groups, unwrapped_layer
+from .paddle_compat import (
+    forward_pre_hooks,
+    has_memory,
+    is_lazy,
+    lr_scheduler,
+    optimizer_options,
+    param_groups,
+    unwrapped_layer,
+)
 from .sharding.engine import EngineConfig, is_sharded, named_params
 from .sharding.hooks import RootHook
 from .sharding.level import Level
@@ -110,7 +118,7 @@ def _check_params(model: nn.Layer, scaler: Any) -> None:
                 f"parameter {names[0]!r} belongs to another model that has been through group_sharded_parallel; "
                 "pass the whole model once, or unwrap() the other one first"
             )
-        if param.size and not has_memory(param):
+        if param.size and not has_memory(param) and not is_lazy(param):
             raise UsageError(f"parameter {names[0]!r} is not initialised; call its initialize() before wrapping")
         if not paddle.is_floating_point(param):
             raise UsageError(f"parameter {names[0]!r} has dtype {param.dtype}, expected a floating-point dtype")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional
 
 import numpy as np
@@ -29,14 +29,19 @@ __all__ = [
     "current_host",
     "drop_grad",
     "element_size",
+    "flat_grad",
     "flat_view",
     "forget_fused_params",
     "forward_pre_hooks",
+    "fill_lazy",
     "fresh_states",
+    "functions_of_params",
+    "grad_of",
     "has_grad",
     "has_memory",
     "host_view",
     "innermost_optimizer",
+    "is_lazy",
     "is_sparse",
     "keeps_masters",
     "layer_params",
@@ -45,9 +50,10 @@ __all__ = [
     "new_param",
     "on_backward_end",
     "on_grad_ready",
+    "open_tcp_store",
     "optimizer_options",
     "overflow_flag",
-    "open_tcp_store",
+    "packed",
     "param_groups",
     "peak_bytes",
     "pending_states",
@@ -57,7 +63,6 @@ __all__ = [
     "set_overflow_flag",
     "share_memory",
     "step_units",
-    "take_grad",
     "take_pending_states",
     "tcp_store",
     "tensor_over",
@@ -119,6 +124,19 @@ def bind_view(tensor: Tensor, buffer: Tensor, start: int, stop: int) -> None:
 def release(tensor: Tensor) -> None:
     """Give up ``tensor``'s memory; its shape stays, and reading it raises until it is bound again."""
     tensor._clear_data()
+
+
+def is_lazy(param: Tensor) -> bool:
+    """Whether ``param`` was made under ``paddle.LazyGuard`` and has not been given its initial value."""
+    return getattr(param, "_init_func", None) is not None
+
+
+def fill_lazy(param: Tensor, for_good: bool) -> None:
+    """Give a lazy parameter its initial value, or with ``for_good`` False a value that leaves it lazy."""
+    init = param._init_func
+    param.initialize()
+    if not for_good:
+        param._init_func = init
 
 
 def share_memory(source: Tensor, target: Tensor) -> None:
@@ -233,24 +251,40 @@ def on_backward_end(callback: Callable[[], None]) -> None:
     core.eager._add_backward_final_hook(callback)
 
 
-def is_sparse(param: Tensor) -> bool:
-    """Whether the gradient of ``param`` holds selected rows instead of a whole tensor."""
-    grad = param._grad_ivar()
-    return grad is not None and bool(grad.is_selected_rows())
-
-
-def take_grad(param: Tensor) -> Optional[Tensor]:
-    """The gradient of ``param`` as a 1-D tensor, which the parameter then has no more; None without one."""
+def grad_of(param: Tensor) -> Optional[Tensor]:
+    """The gradient of ``param``, in its shape, or None; it may be sparse or not contiguous."""
     if getattr(param, "main_grad", None) is not None:
-        flat = flat_view(param.main_grad)
-        param.main_grad = None
-        return flat
+        return param.main_grad
     grad = param._grad_ivar()
-    if grad is None or not grad._is_initialized():
-        return None
-    flat = flat_view(grad if grad.is_contiguous() else grad.contiguous())  # weight.t() gives a transposed one
-    param.clear_gradient(False)
-    return flat
+    return grad if grad is not None and grad._is_initialized() else None
+
+
+def is_sparse(grad: Tensor) -> bool:
+    """Whether a gradient holds selected rows instead of a whole tensor."""
+    return bool(grad.is_selected_rows())
+
+
+def flat_grad(grad: Tensor) -> Tensor:
+    """A gradient as a 1-D tensor that holds its memory by itself, so that the parameter's can be dropped."""
+    return flat_view(grad if grad.is_contiguous() else grad.contiguous())  # weight.t() gives a transposed one
+
+
+def packed(tensors: Sequence[Tensor], align: int, gaps: Any) -> Tensor:
+    """A new 1-D tensor with ``tensors`` (any shapes, all float32 or all float64) one after the other.
+
+    Each begins at a multiple of ``align`` elements.  ``gaps``: the positions between them, a NumPy array; zeros there.
+    The end is padded to ``align`` with elements that have no meaning.
+    """
+    dtype = tensors[0].dtype
+    itemsize = element_size(dtype)
+    _, fused = paddle._C_ops.coalesce_tensor(
+        list(tensors), dtype, True, False, False, 0.0, True, align * itemsize, itemsize, [], []
+    )
+    if not fused.place.is_cpu_place():
+        fused[paddle.to_tensor(gaps)] = 0.0
+    elif gaps.size:
+        host_view(fused)[gaps] = 0.0
+    return fused
 
 
 def drop_grad(param: Tensor) -> None:
@@ -283,32 +317,53 @@ def copy_options(source: Tensor, target: Tensor) -> None:
     target.__dict__.update((key, value) for key, value in vars(source).items() if key != "main_grad")
 
 
-# Attributes, and options of groups, that hold a function of a parameter; what else a step of units sets aside.
+# Attributes, and options of groups, that hold a function of a parameter or of its name; what else a step of units sets
+# aside.
 _PARAM_FUNCTIONS = ("_lr_ratio", "_exclude_from_weight_decay_fn", "exclude_from_weight_decay_fn")
+_NAME_FUNCTIONS = ("_apply_decay_param_fun", "apply_decay_param_fun")
 _STEP_OPTIONS = ("_grad_clip", "_use_multi_tensor", "_default_dict")
 # Keys of the tables of use_multi_tensor; the second pair is that of Paddle 2.6.
 _FUSED_KEYS = ({"FP32_DenseTensor", "FP16_DenseTensor"}, {"FP32_LODTensor", "FP16_LODTensor"})
 
 
+def functions_of_params(optimizer: Optimizer, options: Mapping[str, Any]) -> list[Callable[[Tensor], Any]]:
+    """The functions of a parameter that the user gave ``optimizer``, or a group of it by its ``options``."""
+    found: list[Callable[[Tensor], Any]] = []
+    for source in (vars(optimizer), options):
+        found += [source[key] for key in _PARAM_FUNCTIONS if source.get(key) is not None]
+        by_name = [source[key] for key in _NAME_FUNCTIONS if source.get(key) is not None]
+        found += [_of_name(function) for function in by_name]
+    return found
+
+
+def _of_name(function: Callable[[str], Any]) -> Callable[[Tensor], Any]:
+    return lambda param: function(param.name)
+
+
 def step_units(
-    optimizer: Optimizer, param_groups: Sequence[dict[str, Any]], original: Callable[[Tensor], Tensor]
+    optimizer: Optimizer, param_groups: Sequence[dict[str, Any]], originals: Mapping[str, Tensor]
 ) -> None:
     """Let ``optimizer`` update parameters with the given gradients.
 
     ``param_groups`` holds one dict per group of the optimizer, with the pairs ``(param, grad)`` under ``"params"`` and
     the group's own options beside them; an optimizer without groups of its own has one dict that holds nothing else.
-    Nothing is clipped.  Functions of a parameter that the user gave (rates of AdamW, exclusions of LAMB) are called
-    with ``original(param)``.  The fused kernels of ``use_multi_tensor`` compute the same, but remember their list of
-    parameters, which changes from step to step here: the ordinary ones are used.
+    Nothing is clipped.  Functions of a parameter or of its name that the user gave (rates and decays of AdamW,
+    exclusions of LAMB) see ``originals[param.name]``.  The fused kernels of ``use_multi_tensor`` read the gradients
+    that the parameters hold, and units hold none: the ordinary ones are used, whose last digit may differ.
     """
 
     def shown(options: dict[str, Any]) -> dict[str, Any]:
-        functions = {key: options[key] for key in _PARAM_FUNCTIONS if options.get(key) is not None}
-        return {**options, **{key: lambda param, f=f: f(original(param)) for key, f in functions.items()}}
+        by_param = {key: options[key] for key in _PARAM_FUNCTIONS if options.get(key) is not None}
+        by_name = {key: options[key] for key in _NAME_FUNCTIONS if options.get(key) is not None}
+        return {
+            **options,
+            **{key: lambda param, f=f: f(originals[param.name]) for key, f in by_param.items()},
+            **{key: lambda name, f=f: f(originals[name].name) for key, f in by_name.items()},
+        }
 
     has_groups = bool(optimizer._param_groups) and isinstance(optimizer._param_groups[0], dict)
-    before = {key: value for key, value in vars(optimizer).items() if key in _PARAM_FUNCTIONS}
-    before.update({key: vars(optimizer)[key] for key in _STEP_OPTIONS if key in vars(optimizer)})
+    set_aside = (*_PARAM_FUNCTIONS, *_NAME_FUNCTIONS, *_STEP_OPTIONS)
+    before = {key: vars(optimizer)[key] for key in set_aside if key in vars(optimizer)}
     optimizer.__dict__.update(shown(before), _grad_clip=None, _use_multi_tensor=None)
     optimizer._default_dict = shown(optimizer._default_dict)
     try:

@@ -208,33 +208,44 @@ def test_on_backward_end_runs_once_at_the_end() -> None:
     assert events == ["grad"] * 4 + ["end"]
 
 
-def test_is_sparse_take_drop_and_has_grad() -> None:
+def test_gradients_are_seen_and_dropped() -> None:
     embedding = nn.Embedding(5, 2, sparse=True)
     embedding(paddle.to_tensor([1, 3])).sum().backward()
-    assert compat.is_sparse(embedding.weight)
+    assert compat.is_sparse(compat.grad_of(embedding.weight))
     layer = linear()
-    assert not compat.is_sparse(layer.weight) and not compat.has_grad(layer.weight)
-    assert compat.take_grad(layer.weight) is None
+    assert compat.grad_of(layer.weight) is None and not compat.has_grad(layer.weight)
     compat.drop_grad(layer.weight)
     backward(layer)
-    assert not compat.is_sparse(layer.weight) and compat.has_grad(layer.weight)
-    assert compat.take_grad(layer.weight).numpy().tolist() == [4.0] * 6
-    assert not compat.has_grad(layer.weight) and compat.take_grad(layer.weight) is None
-    backward(layer)
-    assert layer.weight.grad.numpy().tolist() == [[4.0, 4.0]] * 3  # what was taken is not added to
+    grad = compat.grad_of(layer.weight)
+    assert not compat.is_sparse(grad) and compat.has_grad(layer.weight)
+    flat = compat.flat_grad(grad)
     compat.drop_grad(layer.weight)
-    assert not compat.has_grad(layer.weight)
+    assert flat.numpy().tolist() == [4.0] * 6  # it has outlived the parameter's own
+    assert compat.grad_of(layer.weight) is None and not compat.has_grad(layer.weight)
+    backward(layer)
+    assert layer.weight.grad.numpy().tolist() == [[4.0, 4.0]] * 3  # what was dropped is not added to
     layer.weight.main_grad = ramp(3, 2)
-    assert compat.has_grad(layer.weight)
-    assert compat.take_grad(layer.weight).numpy().tolist() == [0, 1, 2, 3, 4, 5]
-    assert layer.weight.main_grad is None
+    assert compat.has_grad(layer.weight) and compat.grad_of(layer.weight).shape == [3, 2]
+    compat.drop_grad(layer.weight)
+    assert layer.weight.main_grad is None and not compat.has_grad(layer.weight)
 
 
-def test_take_grad_of_a_transposed_weight() -> None:
+def test_flat_grad_of_a_transposed_weight() -> None:
     weight = linear().weight
     x = ramp(2, 1)
     paddle.matmul(x, weight.t(), transpose_x=True).sum().backward()
-    assert compat.take_grad(weight).numpy().tolist() == [0, 1] * 3
+    assert compat.flat_grad(compat.grad_of(weight)).numpy().tolist() == [0, 1] * 3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_packed(dtype: str) -> None:
+    """Three tensors at multiples of 8, one of them transposed, with zeros between them."""
+    tensors = [ramp(2, 3).astype(dtype), ramp(2, 6).astype(dtype).t(), paddle.to_tensor(7.0, dtype=dtype)]
+    gaps = np.array([6, 7, 20, 21, 22, 23])
+    buffer = compat.packed(tensors, 8, gaps)
+    expected = [*range(6), 0, 0, *(6 * row + column for column in range(6) for row in range(2)), 0, 0, 0, 0, 7]
+    assert buffer.numpy()[:25].tolist() == expected and str(buffer.dtype).endswith(dtype)
+    assert tensors[0].numpy().tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
 # ---------------------------------------------------------------------------------------------------------- optimizers

@@ -145,6 +145,8 @@ class ShardedSubject:
     def state_targets(self, wanted: Mapping[str, Iterable[str]]) -> list[Holding]:
         """See :class:`.subject.Subject`."""
         targets: list[Holding] = []
+        if self._table is not None:
+            self._table.before_change()
         for name, states in wanted.items():
             param = self._params[name]
             if self._table is None:

@@ -19,6 +19,7 @@ from .buffers import BufferPool
 from .group import ParamGroup
 from .grouping import ParamInfo, group_params
 from .hooks import Handles, install
+from .lazy import LazyValues
 from .level import Level
 from .param import ShardedParam
 from .reduction import GradReducer
@@ -106,8 +107,11 @@ class Engine:
             kind = (str(tensor.dtype), str(tensor.place), tensor.stop_gradient, id(tensor) in optimized)
             infos.append(ParamInfo(int(tensor.size), kind, blocks[id(owner)], sharded))
         groups = []
+        lazy = LazyValues(tensor for _, _, tensor in entries)
         for plan in group_params(infos, self.config.bucket_numel):
             members = [(entries[index][0][0], entries[index][2]) for index in plan.members]
+            for _, tensor in members:
+                lazy.fill(tensor)
             group = ParamGroup(
                 name=f"{members[0][0]}.." if len(members) > 1 else members[0][0],
                 tensors=members,
@@ -146,6 +150,9 @@ class Engine:
     def before_forward(self) -> None:
         """A forward of the whole model begins."""
         self.backward_error.check()
+        written, self.residency.written = self.residency.written, None
+        if written is not None:  # there was no step, which raises it on every rank
+            raise written
         self.residency.begin_forward()
         self.reducer.settle()
         self._watch_gradients()
@@ -181,7 +188,7 @@ class Engine:
         """Forget all gradients; with ``keep_reached`` parameters that had one count as having a zero one."""
         self.reducer.abandon()
         for group in self.groups:
-            group.drop_grads()
+            group.gradients.drop()
         if not keep_reached:
             for param in self.params:
                 param.reached = False

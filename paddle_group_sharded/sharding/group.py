@@ -1,4 +1,4 @@
-"""A group: its full buffer, its shard, and the gradients of its pieces.
+"""A group: its full buffer and its shard; its gradients are in :mod:`.gradients`.
 
 Who holds what, and until when:
 
@@ -7,8 +7,6 @@ full buffer    whole parameters            always
 full buffer    sharded parameters          from :meth:`ParamGroup.gather` to :meth:`ParamGroup.release`
 shard          whole parameters            a slice of the full buffer
 shard          sharded parameters          memory of its own, always
-gradient       whole gradients (``os``)    the reduced slices of Paddle's own gradients, from the step to clear_grad
-gradient       sharded gradients           one buffer of the shard's size, from the first reduction on
 =============  ==========================  =========================================================================
 """
 
@@ -21,13 +19,19 @@ from typing import Any, Optional
 
 import paddle
 
-from ..comm.base import Comm, Overlap, Segment, Server, Work
+from ..comm.base import Comm, Server, Work
 from ..errors import UsageError
-from ..paddle_compat import bind_view, drop_grad, flat_view, has_grad, has_memory, is_sparse, release, take_grad
+from ..paddle_compat import (
+    bind_view,
+    flat_view,
+    has_memory,
+    release,
+)
 from .buffers import BufferPool, FullBuffer
+from .gradients import GroupGradients
 from .layout import GroupLayout, Piece
 from .level import Placements
-from .ops import accumulate, copy_into
+from .ops import copy_into, same_bits
 from .param import ShardedParam
 
 __all__ = ["GroupState", "ParamGroup"]
@@ -64,18 +68,22 @@ class ParamGroup:
         self.comm = comm = comms[-1]
         self.dtype = tensors[0][1].dtype
         self.layout = GroupLayout.pack([(n, tuple(t.shape)) for n, t in tensors], comm.world_size)
-        self.params = [ShardedParam(n, t, self, i, optimized=False) for i, (n, t) in enumerate(tensors)]
+        self.params = [
+            ShardedParam(name, tensor, self, index, optimized=False, numel=self.layout.slots[index].numel)
+            for index, (name, tensor) in enumerate(tensors)
+        ]
         self.pieces: tuple[Optional[Piece], ...] = tuple(
             self.layout.piece(index, comm.rank) for index in range(len(tensors))
         )
         self.state = GroupState.FULL
         self.touched_outside = False  # read outside any forward: the user may have written to the full buffer
         self.users = 0  # forward calls under way that use it
+        self.may_be_written = False  # code that is not Paddle's own runs in the forward of one of its layers
+        self._uses = 0  # ended so far
         self.rewritten = False  # the shard has been changed by someone other than the optimizer's step
         self._pool = pool
         self._gather_work: Optional[Work] = None
-        self._grad_shard: Optional[Tensor] = None
-        self._grads: dict[int, Tensor] = {}  # slot -> 1-D gradient of this rank's piece
+        self.gradients = GroupGradients(self)
         self._build(comms)
 
     def _build(self, comms: Sequence[Comm]) -> None:
@@ -90,9 +98,8 @@ class ParamGroup:
             if slot.numel:
                 copy_into(flat_view(self.full, slot.start, slot.stop), flat_view(param.tensor))
                 bind_view(param.tensor, self.full, slot.start, slot.stop)
-        padding = self.layout.numel - self.layout.param_numel
-        if padding:
-            copy_into(flat_view(self.full, self.layout.param_numel), paddle.zeros([padding]).astype(self.dtype))
+        for start, stop in self.layout.gaps:
+            copy_into(flat_view(self.full, start, stop), paddle.zeros([stop - start]))
         for comm in comms:
             comm.broadcast(self.full, 0, f"initial values of {self.name}").wait()
         own = flat_view(self.full, *self.layout.shard_bounds(self.comm.rank))
@@ -113,12 +120,6 @@ class ParamGroup:
     def expects_grad(self) -> bool:
         """Whether a reduction of this group has anything to reduce."""
         return any(param.expects_grad for param in self.params)
-
-    @property
-    def grad_dtype(self) -> Any:
-        """Dtype in which gradients are accumulated: float32 with ``main_grad``, else the parameters' own."""
-        has_main_grad = any(hasattr(param.tensor, "main_grad") for param in self.params)
-        return paddle.float32 if has_main_grad else self.dtype
 
     # -------------------------------------------------------------------------------------------------- parameters
 
@@ -154,10 +155,8 @@ class ParamGroup:
 
     def bind(self) -> None:
         """Make the parameters views of the full buffer."""
-        for param in self.params:
-            slot = self.layout.slots[param.index]
-            if slot.numel:
-                bind_view(param.tensor, self.full, slot.start, slot.stop)
+        for param, slot in zip(self.params, self.layout.slots):
+            bind_view(param.tensor, self.full, slot.start, slot.stop)
 
     def bind_anything(self) -> None:
         """After a gather that failed inside a backward pass: memory without meaning, so that the pass can end."""
@@ -184,6 +183,33 @@ class ParamGroup:
             self._pool.give(self._lent)
         self._lent = None
         self.state = GroupState.SHARDED
+
+    def end_use(self) -> Optional[UsageError]:
+        """Give the full buffer back after a forward or backward; an error as :meth:`written` describes it."""
+        self._uses += 1
+        looks = self._uses & (self._uses - 1) == 0  # at uses 1, 2, 4, 8 ...: a layer that writes does so soon
+        error = self.written() if looks else None
+        self.release()
+        return error
+
+    def written(self) -> Optional[UsageError]:
+        """An error if a layer's forward has changed a sharded parameter, which would be lost; not on every rank."""
+        if not self.may_be_written or self.touched_outside or self.state is not GroupState.FULL:
+            return None
+        low, high = self.layout.shard_bounds(self.comm.rank)
+        if same_bits(flat_view(self.full, low, high), self.shard):
+            return None
+        for param, piece in zip(self.params, self.pieces):
+            if piece is None:
+                continue
+            start = low + piece.shard_start
+            if not same_bits(flat_view(self.full, start, start + piece.numel), self.shard_view(param.index)):
+                return UsageError(
+                    f"parameter {param} was changed while its layer was called, on global rank "
+                    f"{self.comm.ranks[self.comm.rank]}; at p_g_os such a change would be lost: list the class of the "
+                    "layer in exclude_layer, so that its parameters stay whole, or make the parameter a buffer"
+                )
+        return None
 
     def store_full(self) -> None:
         """Take what stands in the full buffer as the values of the shard."""
@@ -229,86 +255,6 @@ class ParamGroup:
             self.release()
             return None
         return self.comm.all_gather(self.full, self.shard, self._gather_label)
-
-    # --------------------------------------------------------------------------------------------------- gradients
-
-    def reduce(self) -> Work:
-        """Begin to sum the local gradients over the ranks; they are taken from the parameters.  Collective."""
-        segments: list[Segment] = []
-        grad_dtype = self.grad_dtype
-        for param in self.params:
-            if param.expects_grad and is_sparse(param.tensor):
-                raise UsageError(
-                    f"parameter {param} has a sparse gradient (selected rows), expected a dense one; "
-                    "create its layer, or call F.embedding, with sparse=False"
-                )
-            grad = take_grad(param.tensor) if param.expects_grad else None
-            if param.expects_grad and param.numel == 0:
-                param.reached = param.reached or has_grad(param.tensor)
-            if grad is None:
-                segments.append(param.numel)
-                continue
-            param.reached = True
-            segments.append(grad if grad.dtype == grad_dtype else grad.astype(grad_dtype))
-        if all(isinstance(segment, int) for segment in segments):
-            segments[0] = paddle.zeros([self.params[0].numel]).astype(grad_dtype)
-        return self.comm.reduce_scatter(segments, self.layout.numel, f"reduce {self.name}")
-
-    def absorb(self, overlaps: Sequence[Overlap], scale: float) -> None:
-        """Add ``scale`` times a reduction's result to the gradients of this rank's pieces."""
-        grad_dtype = self.grad_dtype
-        for overlap in overlaps:
-            value = overlap.value
-            value.scale_(scale)
-            known = self._grads.get(overlap.segment)
-            if known is not None:
-                accumulate(known, value)
-            elif not self.placements.grad:  # rounded alike at every level
-                self._grads[overlap.segment] = value if value.dtype == grad_dtype else value.astype(grad_dtype)
-            elif value.size:
-                self._grads[overlap.segment] = view = self._grad_view(overlap.segment)
-                copy_into(view, value)
-
-    def _grad_view(self, index: int) -> Tensor:
-        if self._grad_shard is None:
-            self._grad_shard = paddle.empty([self.layout.shard_numel], dtype=self.grad_dtype)
-        piece = self.pieces[index]
-        if piece is None:
-            raise ValueError(f"rank owns no piece of {self.params[index]}")
-        return flat_view(self._grad_shard, piece.shard_start, piece.shard_start + piece.numel)
-
-    def grad(self, index: int) -> Optional[Tensor]:
-        """The reduced gradient of this rank's piece of slot ``index``, 1-D, or None; changes are seen by the step."""
-        return self._grads.get(index)
-
-    def grad_shard(self) -> Tensor:
-        """The gradients of this rank's pieces as one tensor of the shard's size; zeros where there is none."""
-        shard = paddle.zeros([self.layout.shard_numel], dtype=paddle.float32).astype(self.grad_dtype)
-        for index, grad in self._grads.items():
-            piece = self.pieces[index]
-            if piece is not None:
-                copy_into(flat_view(shard, piece.shard_start, piece.shard_start + piece.numel), grad)
-        return shard
-
-    def set_grad(self, index: int, value: Tensor) -> None:
-        """Replace the gradient of this rank's piece (1-D, the piece's elements) by a copy of ``value``."""
-        if index not in self._grads:
-            sharded = self.placements.grad
-            self._grads[index] = self._grad_view(index) if sharded else paddle.empty(value.shape, self.grad_dtype)
-        copy_into(self._grads[index], value)
-
-    @property
-    def grad_storage(self) -> list[Tensor]:
-        """The tensors that hold the reduced gradients of this rank's pieces: one buffer, or one for each piece."""
-        return list(self._grads.values()) if self._grad_shard is None else [self._grad_shard]
-
-    def drop_grads(self) -> None:
-        """Forget the gradients; the shard's gradient buffer stays for the next step."""
-        self._grads.clear()
-        for param in self.params:
-            if param.optimized:
-                param.reached = param.reached or has_grad(param.tensor)
-                drop_grad(param.tensor)
 
     def __repr__(self) -> str:
         """Name, size and state."""

@@ -71,6 +71,7 @@ class GradReadyHook:
         # Paddle holds this object where Python's garbage collector cannot see it: it must not hold the model.
         self._engine = weakref.ref(engine)
         self._param = weakref.ref(param)
+        self._sharded = param.group.placements.param
         self.closed = False
 
     def __call__(self, *_: Any) -> None:
@@ -80,7 +81,7 @@ class GradReadyHook:
         if engine.backward_error.pending:
             return
         try:
-            if param.group.placements.param:
+            if self._sharded:
                 engine.residency.on_grad(param)
             engine.reducer.mark_ready(param)
         except GroupShardedError as error:
@@ -135,6 +136,9 @@ def _install_layer(
     own = [sharded[id(param)] for param in layer_params(layer).values() if id(param) in sharded]
     groups = tuple(dict.fromkeys(own))
     residency = engine.residency
+    if not type(layer).__module__.startswith("paddle."):
+        for group in groups:
+            group.may_be_written = True
 
     def before(_: Layer, inputs: Any) -> None:
         residency.enter(groups)

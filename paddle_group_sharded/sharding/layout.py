@@ -1,22 +1,29 @@
 """Where each parameter lies in a group's full buffer, and which part of it each rank owns.
 
-Integers only.  An example: parameters ``a`` of 5 elements and ``b`` of 4 on 2 ranks, padded to 10::
+Integers only.  An example: parameters ``a`` of 40 elements and ``b`` of 20 on 2 ranks::
 
-    element   0 1 2 3 4   5 6 7 8   9
-    full      a a a a a | b b b b | padding
-    rank      0 0 0 0 0   1 1 1 1   1
-    pieces    rank 0: a[0:5]        rank 1: b[0:4]
+    element   0 ... 39   40 ... 47   48 ... 67   68 ... 95
+    full      a          gap         b           padding
+    rank      0 ...                  1 ...
+    pieces    rank 0: a[0:40]        rank 1: b[0:20]
+
+Slots begin, and shards end, at multiples of :data:`ALIGN` elements.  Kernels work on whole vectors and round the rest
+of a tensor differently: only a cut between vectors leaves every element's result as it is on the whole parameter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import reduce
+from functools import cached_property, reduce
 from operator import mul
-from typing import Optional
+from typing import Optional, Union
 
-__all__ = ["GroupLayout", "ParamSlot", "Piece"]
+__all__ = ["ALIGN", "RUN_LIMIT", "SMALL", "GroupLayout", "ParamSlot", "Piece", "Run"]
+
+ALIGN = 16  # elements; 64 bytes of float32, the widest vectors and the cache lines of today's processors
+SMALL = 2**14  # elements up to which a gradient is packed with its neighbours; a copy costs less than a message then
+RUN_LIMIT = 2**20  # elements of a packed stretch: bounds the memory beside the gradients
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,24 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class Run:
+    """A stretch of the full buffer whose gradients are reduced as one tensor: one large slot, or small neighbours."""
+
+    slots: range
+    start: int  # first element in the full buffer
+    stop: int  # the gaps between its slots belong to it, the one behind its last slot does not
+
+    @property
+    def numel(self) -> int:
+        """Elements, with the gaps inside."""
+        return self.stop - self.start
+
+
+def _aligned(position: int) -> int:
+    return -(-position // ALIGN) * ALIGN
+
+
+@dataclass(frozen=True)
 class GroupLayout:
     """The slots of one group, one after the other, cut evenly over ``world_size`` ranks."""
 
@@ -58,38 +83,73 @@ class GroupLayout:
 
     @classmethod
     def pack(cls, params: Iterable[tuple[str, tuple[int, ...]]], world_size: int) -> GroupLayout:
-        """Lay out ``(name, shape)`` pairs in the given order, with no gap between them."""
-        slots, start = [], 0
+        """Lay out ``(name, shape)`` pairs in the given order, with gaps of less than :data:`ALIGN` elements."""
+        slots, stop = [], 0
         for name, shape in params:
+            start = _aligned(stop)
             stop = start + reduce(mul, shape, 1)
             slots.append(ParamSlot(name, tuple(shape), start, stop))
-            start = stop
         return cls(tuple(slots), world_size)
 
     def __post_init__(self) -> None:
-        """Refuse a layout with gaps or overlaps: a wrong one cannot exist."""
+        """Refuse a layout with wide gaps or overlaps: a wrong one cannot exist."""
         if self.world_size < 1:
             raise ValueError(f"world_size must be at least 1, got {self.world_size}")
         expected = 0
         for slot in self.slots:
-            if slot.start != expected or slot.numel != reduce(mul, slot.shape, 1):
+            if slot.start != _aligned(expected) or slot.numel != reduce(mul, slot.shape, 1):
                 raise ValueError(f"slot {slot} does not follow element {expected} or does not hold its shape")
             expected = slot.stop
 
-    @property
+    @cached_property
     def param_numel(self) -> int:
-        """Elements of all parameters, without padding."""
-        return self.slots[-1].stop if self.slots else 0
+        """Elements of all parameters, without gaps and padding."""
+        return sum(slot.numel for slot in self.slots)
 
-    @property
+    @cached_property
     def shard_numel(self) -> int:
-        """Elements of one rank's shard."""
-        return -(-self.param_numel // self.world_size)
+        """Elements of one rank's shard, a multiple of :data:`ALIGN`."""
+        end = self.slots[-1].stop if self.slots else 0
+        return _aligned(-(-end // self.world_size))
 
-    @property
+    @cached_property
     def numel(self) -> int:
-        """Elements of the full buffer, with at most ``world_size - 1`` of padding."""
+        """Elements of the full buffer, with gaps and padding."""
         return self.shard_numel * self.world_size
+
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """The intervals of the full buffer that belong to no parameter."""
+        bounds = [0, *(bound for slot in self.slots for bound in (slot.start, slot.stop)), self.numel]
+        return tuple((start, stop) for start, stop in zip(bounds[::2], bounds[1::2]) if start < stop)
+
+    @cached_property
+    def runs(self) -> tuple[Run, ...]:
+        """The slots with elements, in order: each large one alone, small neighbours together."""
+        runs: list[Run] = []
+        before = 0  # elements of the slot before
+        for index, slot in enumerate(self.slots):
+            if not slot.numel:
+                continue
+            joins = bool(runs) and max(slot.numel, before) <= SMALL and slot.stop - runs[-1].start <= RUN_LIMIT
+            if joins:
+                runs[-1] = Run(range(runs[-1].slots.start, index + 1), runs[-1].start, slot.stop)
+            else:
+                runs.append(Run(range(index, index + 1), slot.start, slot.stop))
+            before = slot.numel
+        return tuple(runs)
+
+    @cached_property
+    def stretches(self) -> tuple[Union[Run, int], ...]:
+        """The runs in order, and the number of elements wherever there is a gap before one."""
+        found: list[Union[Run, int]] = []
+        end = 0
+        for run in self.runs:
+            if run.start > end:
+                found.append(run.start - end)
+            found.append(run)
+            end = run.stop
+        return tuple(found)
 
     def shard_bounds(self, rank: int) -> tuple[int, int]:
         """The interval of the full buffer that ``rank`` owns."""

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Optional, Union
 
 import paddle
 from paddle import nn
 
-from ..clipping import check_clip, clip_factors, needs_norms, square_sum
+from ..clipping import check_clip, clip_factors, needs_norms
 from ..comm.agreement import agree
 from ..errors import GroupShardedError, StateError, UsageError
 from ..paddle_compat import (
@@ -30,6 +30,7 @@ from ..paddle_compat import (
     step_units,
 )
 from .engine import Engine
+from .fusion import Batch, Fusion, Step
 from .group import ParamGroup
 from .matching import fingerprint, values_differ
 from .param import ShardedParam
@@ -58,6 +59,7 @@ _OWN = frozenset(
         "offload",
         "skipped_steps",
         "_states",
+        "_fusion",
         "views",
     )
 )
@@ -114,6 +116,8 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
         own["_units"] = self._build_units()
         self._read_options()
         own["_states"] = StateTable(inner, engine, self._units, self._owners, self._whole, self._master)
+        own["_fusion"] = Fusion(inner, self._states.specs)
+        self._states.before_change = self._fusion.dissolve
         self._states.adopt()
         own["views"] = Views(engine, self._states)  # whole gradients and states by name
 
@@ -133,7 +137,7 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
     # ------------------------------------------------------------------------------------------------ construction
 
     def _read_options(self) -> None:
-        """Options and clip objects of groups and parameters, which the user may change between steps."""
+        """Options and clip objects of groups, which the user may change between steps."""
         now = param_groups(self._optim)
         expected = [len(group.params) for group in self._groups]
         if expected != [len(tensors) for _, tensors, _ in now]:
@@ -144,8 +148,6 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
         for group, (options, _, clip) in zip(self._groups, now):
             check_clip(clip)
             group.options, group.clip = options, clip
-        for param, unit in self._units.items():
-            copy_options(param.tensor, unit.tensor)
 
     @property
     def _params(self) -> list[ShardedParam]:
@@ -227,10 +229,14 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
         comm, dp_comm = self._engine.comm, self._engine.dp_comm
         reached = [float(param.reached and param.expects_grad) for param in params]
         clipped = [param for group in self._groups if needs_norms(group.clip) for param in group.params]
-        sums = [self._square_sum(param) for param in clipped]
-        vector = paddle.to_tensor([float(bool(self._engine.reducer.left)), *reached, *sums], dtype="float64")
+        sums = self._square_sums(clipped)
+        written = self._engine.residency.take_written()
+        flags = [float(written is not None), float(bool(self._engine.reducer.left))]
+        vector = paddle.to_tensor([*flags, *reached, *sums], dtype="float64")
         comm.all_reduce(vector, "gradients used and their norms").wait()
-        left, *values = vector.tolist()
+        some_written, left, *values = vector.tolist()
+        if some_written:
+            raise next(filter(None, comm.exchange(written, "parameters changed in a forward")))
         flags = [left, *values[: len(params)]]
         if dp_comm.world_size > 1:
             over_replicas = paddle.to_tensor(flags, dtype="float64")
@@ -246,9 +252,11 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
                 used.append(param)
         return used, self._clip_factors(used, dict(zip(clipped, values[len(params) :])))
 
-    def _square_sum(self, param: ShardedParam) -> float:
-        grad = param.group.grad(param.index) if param.expects_grad else None
-        return square_sum(grad) if grad is not None else 0.0
+    def _square_sums(self, params: Iterable[ShardedParam]) -> list[float]:
+        """Of this rank's part of each gradient; 0 where there is none."""
+        params = list(params)
+        by_group = {group: group.gradients.square_sums() for group in {param.group for param in params}}
+        return [by_group[param.group].get(param.index, 0.0) if param.expects_grad else 0.0 for param in params]
 
     def _clip_factors(self, used: list[ShardedParam], sums: dict[ShardedParam, float]) -> dict[ShardedParam, float]:
         factors: dict[ShardedParam, float] = {}
@@ -260,31 +268,39 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
             factors.update(zip(members, clip_factors(group.clip, [sums[param] for param in members])))
         return factors
 
-    def _clipped(self, unit: Unit, grad: Tensor, clip: Any, factor: float) -> Tensor:
+    def _clipped(self, tensor: Tensor, grad: Tensor, clip: Any, factor: float) -> Tensor:
         if isinstance(clip, nn.ClipGradByValue):
-            return clip([(unit.tensor, grad)])[0][1]
+            return clip([(tensor, grad)])[0][1]
         return grad if factor == 1.0 else grad * factor
 
     def _step_pieces(self, used: list[ShardedParam], factors: dict[ShardedParam, float]) -> None:
         taking_part = set(used)
         plan = []
+        originals: dict[str, Tensor] = {}
         stepped: list[PieceUnit] = []
+        batched: list[Batch] = []
         for group in self._groups:
+            units = (self._units.get(param) for param in group.params if param in taking_part)
+            steps = [Step(unit, factors.get(unit.param, 1.0)) for unit in units if isinstance(unit, PieceUnit)]
+            batches, alone = self._fusion.batched(steps, group.options)
             pairs = []
-            for param in group.params:
-                unit = self._units.get(param)
-                if param in taking_part and isinstance(unit, PieceUnit):
-                    pairs.append((unit.tensor, self._clipped(unit, unit.grad(), group.clip, factors.get(param, 1.0))))
-                    stepped.append(unit)
+            for unit, factor in alone:
+                copy_options(unit.param.tensor, unit.tensor)
+                originals[unit.tensor.name] = unit.param.tensor
+                pairs.append((unit.tensor, self._clipped(unit.tensor, unit.grad(), group.clip, factor)))
+                stepped.append(unit)
+            for batch in batches:
+                first = batch.units[0].param
+                copy_options(first.tensor, batch.tensor)
+                originals[batch.tensor.name] = first.tensor
+                factor = factors.get(first, 1.0)
+                pairs.append((batch.tensor, self._clipped(batch.tensor, batch.grad(), group.clip, factor)))
+            batched += batches
             plan.append({**group.options, "params": pairs})
-        step_units(self._optim, plan, self._original())
+        step_units(self._optim, plan, originals)
+        self._fusion.finish(batched)
         for unit in stepped:
             unit.store()
-
-    def _original(self) -> Callable[[Tensor], Tensor]:
-        """From a unit's tensor to the user's parameter: functions that the user gave see their own."""
-        tensors = {id(unit.tensor): param.tensor for param, unit in self._units.items()}
-        return lambda tensor: tensors[id(tensor)]
 
     def _step_whole(self, used: list[ShardedParam], factors: dict[ShardedParam, float]) -> None:
         """Owners get whole gradients, step whole parameters, and send them to the others: twice the volume."""
@@ -293,7 +309,7 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
             by_group.setdefault(param.group, []).append(param)
         grads: dict[ShardedParam, Tensor] = {}
         for group, params in by_group.items():
-            full_grad = self._engine.full_group(group, group.grad_shard(), f"gradients {group.name}")
+            full_grad = self._engine.full_group(group, group.gradients.shard(), f"gradients {group.name}")
             group.gather()
             for param in params:
                 unit = self._units.get(param)
@@ -309,10 +325,11 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
             for param in optim_group.params:
                 unit = self._units.get(param)
                 if param in grads and unit is not None:
-                    grad = self._clipped(unit, grads[param], optim_group.clip, factors.get(param, 1.0))
+                    copy_options(param.tensor, unit.tensor)
+                    grad = self._clipped(unit.tensor, grads[param], optim_group.clip, factors.get(param, 1.0))
                     pairs.append((unit.tensor, grad))
             plan.append({**optim_group.options, "params": pairs})
-        step_units(self._optim, plan, self._original())
+        step_units(self._optim, plan, {param.tensor.name: param.tensor for param in grads})
         for group, params in by_group.items():
             self._send_whole(group, params)
 
@@ -333,12 +350,9 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
         self._engine.finish_grads()
         finite = True
         for group in self._engine.groups:
-            for grad in group.grad_storage:
+            for grad in group.gradients.storage:
                 grad.scale_(1.0 / scale)
-        for param in self._params:
-            grad = param.group.grad(param.index)
-            if grad is not None and param.expects_grad:
-                finite = finite and bool(paddle.isfinite(grad).all())
+            finite = finite and group.gradients.finite()
         overflow = paddle.to_tensor([0.0 if finite else 1.0], dtype="float32")
         self._engine.comm.all_reduce(overflow, "overflow of the scaled gradients", op="max").wait()
         self.__dict__["_unscaled"] = True
@@ -376,14 +390,14 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
         computes the same.
         """
         self._engine.finish_grads()
-        total = sum(self._square_sum(param) for param in dict.fromkeys(self._params))
+        total = sum(self._square_sums(dict.fromkeys(self._params)))
         vector = paddle.to_tensor([total], dtype="float64")
         self._engine.comm.all_reduce(vector, "norm of the gradients").wait()
         norm = math.sqrt(float(vector.item()))
         factor = max_norm / (norm + 1e-6)  # Paddle's formula
         if not factor >= 1.0:  # nan spreads
             for group in self._engine.groups:
-                for grad in group.grad_storage:
+                for grad in group.gradients.storage:
                     grad.scale_(factor)
         return norm
 

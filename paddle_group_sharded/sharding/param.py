@@ -20,12 +20,8 @@ class ShardedParam:
     group: ParamGroup
     index: int  # of its slot in the group's layout
     optimized: bool  # the optimizer was given it
+    numel: int  # elements of the full parameter
     reached: bool = False  # has had a gradient on this rank since clear_grad(set_to_zero=False)
-
-    @property
-    def numel(self) -> int:
-        """Elements of the full parameter."""
-        return self.group.layout.slots[self.index].numel
 
     @property
     def expects_grad(self) -> bool:

@@ -40,9 +40,9 @@ class GradReducer:
         self._dp_comm = dp_comm
         self._on_round_end = on_round_end
         self._open = False  # a gradient has come since the last fixed point
-        self._ready: dict[ParamGroup, set[int]] = {}
-        self._expected: dict[ParamGroup, int] = {}
+        self._missing: dict[ParamGroup, set[int]] = {}  # slots whose gradient this round has not brought yet
         self._issued: set[ParamGroup] = set()  # since the last fixed point
+        self._position = 0  # in the order: what is before it has been issued, or has nothing to reduce
         self._in_flight: deque[tuple[Work, ParamGroup]] = deque()
         self._unreplicated: dict[ParamGroup, None] = {}  # reduced, but not yet averaged over dp_comm
         self._rounds = 0  # since the last step
@@ -51,31 +51,39 @@ class GradReducer:
 
     def mark_ready(self, param: ShardedParam) -> None:
         """The gradient of ``param`` has been accumulated in this backward pass."""
-        group = param.group
         if not self.enabled:
             return
         self._open = True
-        if group in self._issued:
-            return
-        if group not in self._expected:
-            self._expected[group] = sum(member.expects_grad for member in group.params)
-        ready = self._ready.setdefault(group, set())
-        ready.add(param.index)
-        if len(ready) == self._expected[group]:
+        group = param.group
+        missing = self._missing.get(group)
+        if missing is None:
+            if group in self._issued:
+                return
+            missing = self._missing[group] = {member.index for member in group.params if member.expects_grad}
+        missing.discard(param.index)
+        if not missing:
             if not self._order_agreed and group not in self._observed:
                 self._observed.append(group)
             self._advance()
 
     def _complete(self, group: ParamGroup) -> bool:
-        return len(self._ready.get(group, ())) == self._expected.get(group, -1)
+        missing = self._missing.get(group)
+        return missing is not None and not missing
 
     def _advance(self) -> None:
         """Issue what is ready and next in the order."""
-        for group in self._waiting():
-            if not self._complete(group):
-                return
-            self._issue(group)
+        while self._position < len(self._order):
+            group = self._order[self._position]
+            if group not in self._issued and group.expects_grad:
+                if not self._complete(group):
+                    return
+                self._issue(group)
+            self._position += 1
         self._end_round()
+
+    def _forget_issued(self) -> None:
+        self._issued.clear()
+        self._position = 0
 
     def _waiting(self) -> list[ParamGroup]:
         return [group for group in self._order if group not in self._issued and group.expects_grad]
@@ -83,16 +91,16 @@ class GradReducer:
     def _issue(self, group: ParamGroup) -> None:
         if len(self._in_flight) >= MAX_IN_FLIGHT:
             self._absorb_oldest()
-        self._in_flight.append((group.reduce(), group))
+        self._in_flight.append((group.gradients.reduce(), group))
         self._issued.add(group)
-        self._ready.pop(group, None)
+        self._missing.pop(group, None)
         if self.synchronous:
             self._absorb_oldest()
 
     def _absorb_oldest(self) -> None:
         work, group = self._in_flight.popleft()
         overlaps = work.wait()
-        group.absorb(overlaps, 1.0 / self._comm.world_size)
+        group.gradients.absorb(overlaps, 1.0 / self._comm.world_size)
         self._unreplicated[group] = None
 
     def _end_round(self) -> None:
@@ -112,9 +120,8 @@ class GradReducer:
         if waiting:
             self._issue_all(waiting)
         self._open = False
-        self._issued.clear()
-        self._ready.clear()
-        self._expected.clear()
+        self._forget_issued()
+        self._missing.clear()
 
     def finish(self) -> None:
         """Reduce every gradient that ranks in step with each other can have, at least once since the last step.
@@ -124,7 +131,7 @@ class GradReducer:
         self.settle()
         if self._rounds == 0:
             self._issue_all(self._waiting())
-            self._issued.clear()
+            self._forget_issued()
         self._average_over_replicas()
         self._agree_order()
 
@@ -144,7 +151,7 @@ class GradReducer:
             numbers = sorted(set().union(*comm.exchange(numbers, "gradients left to reduce")))
         if numbers:
             self._issue_all([self._groups[number] for number in numbers])
-            self._issued.clear()
+            self._forget_issued()
             self._average_over_replicas()
 
     def _average_over_replicas(self) -> None:
@@ -154,7 +161,7 @@ class GradReducer:
         for group in self._groups:  # the order of completion may differ between replicas
             if group not in self._unreplicated:
                 continue
-            grads = group.grad_storage
+            grads = group.gradients.storage
             for grad in grads:
                 grad.scale_(1.0 / self._dp_comm.world_size)  # before the sum, which may overflow in float16
             works = [self._dp_comm.all_reduce(grad, f"average {group.name}") for grad in grads]

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Optional
 
 import paddle
 
-from ..errors import GroupShardedError
+from ..errors import GroupShardedError, UsageError
 from ..paddle_compat import on_backward_end
 from .backward_error import BackwardError
 from .buffers import BufferPool
@@ -48,6 +48,7 @@ class Residency:
     def __init__(self, groups: Sequence[ParamGroup], pool: BufferPool) -> None:
         """Manage ``groups``; all of them are sharded."""
         self.backward_error = BackwardError()
+        self.written: Optional[UsageError] = None  # a layer has changed its parameters; waits for a call that can raise
         self._groups = list(groups)
         self._pool = pool
         self._frames: list[Frame] = []
@@ -166,7 +167,7 @@ class Residency:
         for group in list(self._idle):
             if group not in self._pinned:
                 del self._idle[group]
-                group.release()
+                self.written = self.written or group.end_use()
 
     def on_grad(self, param: ShardedParam) -> None:
         """The backward pass under way has finished with ``param``; with the last of its group's, with the group.
@@ -186,7 +187,13 @@ class Residency:
         self._held.pop(group, None)
         if group.users == 0 and group not in self._pinned:
             self._idle.pop(group, None)
-            group.release()
+            self.written = self.written or group.end_use()
+
+    def take_written(self) -> Optional[UsageError]:
+        """What stands in :attr:`written`, which is forgotten, or what uses that have not ended would add to it."""
+        error = self.written or next(filter(None, (group.written() for group in self._groups)), None)
+        self.written = None
+        return error
 
     def on_round_end(self) -> None:
         """A backward pass has been reduced: what it gathered into is given back."""

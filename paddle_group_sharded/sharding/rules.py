@@ -10,7 +10,7 @@ from ..clipping import check_clip
 from ..errors import UsageError
 from ..paddle_compat import innermost_optimizer, param_groups
 
-__all__ = ["steps_pieces", "unwrap_optimizer"]
+__all__ = ["rounds_alike_everywhere", "steps_pieces", "unwrap_optimizer"]
 
 Optimizer = Any
 
@@ -22,6 +22,8 @@ _ELEMENTWISE = tuple(
     )
     if hasattr(paddle.optimizer, name)
 )
+# Those whose kernels round alike at the end of a tensor and in its middle.
+_ROUND_ALIKE = ("SGD", "Momentum", "Adam", "AdamW", "Adamax")
 _DECAYS = (paddle.regularizer.L1Decay, paddle.regularizer.L2Decay)
 
 
@@ -34,6 +36,11 @@ def steps_pieces(optimizer: Optimizer) -> bool:
     tensors = (tensor for _, tensors, _ in param_groups(optimizer) for tensor in tensors)
     decays = [optimizer.regularization, *(getattr(tensor, "regularizer", None) for tensor in tensors)]
     return type(optimizer) in _ELEMENTWISE and all(decay is None or type(decay) in _DECAYS for decay in decays)
+
+
+def rounds_alike_everywhere(optimizer: Optimizer) -> bool:
+    """Whether an element's update does not depend on how many elements follow it in its tensor, to the last bit."""
+    return type(optimizer).__name__ in _ROUND_ALIKE
 
 
 def _steps_as_paddle(optimizer: Optimizer) -> bool:

@@ -64,6 +64,7 @@ class StateTable:
         self._whole_units = whole
         self._master = master
         self._specs: dict[Any, dict[str, StateSpec]] = {}
+        self.before_change: Callable[[], None] = lambda: None  # called before states are changed from outside a step
         self.stepped: dict[ShardedParam, None] = {}  # those that have states; the same on every rank
 
     def specs(self, param: ShardedParam) -> dict[str, StateSpec]:
@@ -191,6 +192,7 @@ class StateTable:
 
     def set_whole(self, param: ShardedParam, name: str, value: Tensor) -> None:
         """Take a whole state of ``param``; the weights follow a new master weight."""
+        self.before_change()
         if name == "master_weight":
             self._engine.write_param(param, value)
             self.refresh_rewritten()
@@ -282,6 +284,7 @@ class StateTable:
 
     def give_back(self) -> None:
         """Leave the inner optimizer with whole states over the user's own parameters.  Collective."""
+        self.before_change()
         state = self.whole(keep=True)
         masters = state.pop("master_weights", {})
         inner = self._inner
@@ -325,6 +328,7 @@ class StateTable:
         return match_states(state_dict, owners, lr_scheduler(self._inner) is not None, source, partial)
 
     def _take(self, found: Found) -> None:
+        self.before_change()
         self.refresh_rewritten()  # before the masters are set, which the weights would overwrite otherwise
         for param in self._all_params():
             name = param.tensor.name

@@ -40,9 +40,17 @@ class PieceUnit:
         self.is_master = master and param.group.dtype in LOW_PRECISION
         self.on_host = host and not param.group.shard.place.is_cpu_place()
         self.is_copy = self.is_master or host
+        self.shard_start = piece.shard_start if piece is not None else 0
+        # The neighbours that it may share a step with.
+        self.run = None if self.is_copy else param.group.gradients.packed_run(param.index)
         dtype = paddle.float32 if self.is_master else param.group.dtype
         self.tensor = new_param(param.tensor, param.tensor.shape if piece is None else [piece.numel], dtype)
         self.refresh()
+
+    @property
+    def numel(self) -> int:
+        """Elements of the piece."""
+        return self.stop - self.start
 
     def refresh(self) -> None:
         """Take the values of the shard."""
@@ -57,7 +65,7 @@ class PieceUnit:
 
     def grad(self) -> Tensor:
         """The reduced gradient where and in the dtype that the step needs it; zeros where there is none."""
-        grad = self.param.group.grad(self.param.index)
+        grad = self.param.group.gradients.of(self.param.index)
         if grad is None:
             return paddle.zeros([self.stop - self.start], dtype=self.tensor.dtype)
         if self.on_host:

@@ -36,7 +36,7 @@ class Views:
         engine.finish_grads()
         reached = any(engine.comm.exchange(param.reached, f"gradient of {param.name}"))
         group = param.group
-        full = engine.full_group(group, group.grad_shard(), f"gradient of {param.name}")
+        full = engine.full_group(group, group.gradients.shard(), f"gradient of {param.name}")
         if not reached:
             return None
         slot = group.layout.slots[param.index]
@@ -50,7 +50,7 @@ class Views:
         param.reached = True
         piece = param.group.pieces[param.index]
         if piece is not None:
-            param.group.set_grad(param.index, flat_view(value, piece.start, piece.stop))
+            param.group.gradients.set(param.index, flat_view(value, piece.start, piece.stop))
 
     def state_names(self, key: Any) -> list[str]:
         """The states that the optimizer keeps for a parameter, such as ``moment1``; none before its first step."""

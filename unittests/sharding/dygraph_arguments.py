@@ -185,7 +185,9 @@ def whole_bytes(which: str, **arguments: Any) -> dict[str, int]:
         model(paddle.ones([2, 8])).mean().backward()
         optimizer.step()
         optimizer.clear_grad()
-    return {**model._engine.memory_report(), "groups": len(model._engine.groups)}
+    groups = model._engine.groups
+    stay = sum(group.layout.param_numel for group in groups if not group.placements.param)
+    return {**model._engine.memory_report(), "stay": stay, "groups": len(groups)}
 
 
 # ------------------------------------------------------------------------------------------------------------- sparse

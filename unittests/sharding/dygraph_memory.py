@@ -15,6 +15,7 @@ from paddle.distributed.fleet.utils import mix_precision_utils
 
 from paddle_group_sharded import group_sharded_parallel
 from paddle_group_sharded.paddle_compat import allocated_bytes, peak_bytes
+from unittests.harness import fresh
 
 Tensor = Any
 
@@ -77,6 +78,61 @@ def peaks(level: str, widths: list[int], steps: int, **arguments: Any) -> dict[s
         optimizer.step()
         optimizer.clear_grad()
     return {"hidden": hidden, "wrap": wrapped, "train": peak_bytes() - before}
+
+
+class Wide(nn.Layer):
+    """A frozen parameter of another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = self.create_parameter([5], dtype="float64")
+        self.value.stop_gradient = True
+
+
+class Mixed(nn.Layer):
+    """Groups that interleave: every other layer is frozen, one parameter is of another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.LayerList([nn.Linear(12, 12) for _ in range(4)])
+        self.wide = Wide()
+        for layer in self.layers[1::2]:
+            for param in layer.parameters():
+                param.stop_gradient = True
+        self.last = nn.Linear(12, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = paddle.tanh(layer(x))
+        return self.last(x) + self.wide.value.sum().astype("float32")
+
+
+def lazy_equals_eager(level: str) -> dict[str, Any]:
+    """The same model made in both ways and trained for two steps; and the next random number after wrapping."""
+    found: dict[str, Any] = {}
+    for way in ("eager", "lazy"):
+        fresh(5)
+        with paddle.LazyGuard() if way == "lazy" else contextlib.nullcontext():
+            layer = Mixed()
+        optimizer = paddle.optimizer.AdamW(0.01, parameters=[p for p in layer.parameters() if not p.stop_gradient])
+        model, optimizer, _ = group_sharded_parallel(layer, optimizer, level)
+        drawn = paddle.rand([1])
+        for _ in range(2):
+            model(paddle.ones([3, 12])).mean().backward()
+            optimizer.step()
+            optimizer.clear_grad()
+        found[way] = {"drawn": drawn, **model.state_dict()}
+    return found
+
+
+def lazy_peaks(level: str, count: int, width: int) -> dict[str, int]:
+    """In a new process: how far wrapping a lazy model rises above what lived before, and what then stays."""
+    with paddle.LazyGuard():
+        layer = build(count, width, "float32")
+    optimizer = paddle.optimizer.AdamW(0.01, parameters=layer.parameters())
+    before = allocated_bytes()
+    model, optimizer, _ = group_sharded_parallel(layer, optimizer, level)
+    return {"wrap": peak_bytes() - before, "stays": allocated_bytes() - before}
 
 
 def growth(level: str, steps: int) -> dict[str, list[int]]:

@@ -402,3 +402,48 @@ def not_initialised() -> str:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     return done.stdout
+
+
+class Codebook(nn.Layer):
+    """Moves its codes in its own forward, as a moving average does, in one of the ways that Paddle offers."""
+
+    def __init__(self, way: str, frozen: bool, begin: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 8)
+        self.codes = self.create_parameter([16, 8])
+        self.codes.stop_gradient = frozen
+        self.way, self.begin, self.calls = way, begin, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        out = y @ (self.codes * 1.0).t()  # Paddle refuses backward through what an in-place operation has changed
+        self.calls += 1
+        if self.calls >= self.begin:
+            with paddle.no_grad():
+                moved = self.codes * 0.5
+                if self.way == "set_value":
+                    self.codes.set_value(moved)
+                elif self.way == "copy_":
+                    self.codes.copy_(moved, False)
+                elif self.way == "item":
+                    self.codes[3] = moved[3]
+                else:
+                    paddle.assign(moved, self.codes)
+        return out
+
+
+def written_in_forward(way: str, frozen: bool, begin: int, exclude: bool) -> dict[str, Any]:
+    """Four steps of a layer that writes to its parameter: the error, and in which step, or the codes at the end."""
+    fresh(0)
+    layer = Codebook(way, frozen, begin)
+    start = layer.codes.numpy()
+    optimizer = paddle.optimizer.SGD(0.0, parameters=layer.parameters())
+    exclude_layer = ["Codebook"] if exclude else None
+    model, optimizer, _ = group_sharded_parallel(layer, optimizer, "p_g_os", exclude_layer=exclude_layer)
+    for number in range(1, 5):
+        model(paddle.ones([2, 4])).mean().backward()
+        message = error_of(optimizer.step)
+        if message:
+            return {"step": number, "message": message}
+        optimizer.clear_grad()
+    return {"ratio": float((model.state_dict()["codes"].numpy() / start).mean())}

@@ -117,7 +117,7 @@ def sharded(
             int(unit.tensor.size) for param, unit in optimizer._units.items() if unit.is_master
         ),
         "grad_dtypes": sorted(
-            {str(group.grad_dtype) for group in model._engine.groups if str(group.dtype) != "paddle.float32"}
+            {str(group.gradients.dtype) for group in model._engine.groups if str(group.dtype) != "paddle.float32"}
         ),
         "names": list(model.state_dict()),
     }

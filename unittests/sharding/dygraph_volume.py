@@ -12,7 +12,7 @@ from paddle import nn
 from paddle_group_sharded import group_sharded_parallel
 from paddle_group_sharded.comm import RecordingComm
 
-WIDTH = 300  # a block of WIDTH * (WIDTH + 1) elements is a group of its own, and is divided by 2, 3 and 4 ranks
+WIDTH = 320  # a block of WIDTH * (WIDTH + 1) elements is a group of its own, and is divided by 2, 3 and 4 ranks
 
 
 def blocks(count: int) -> nn.Layer:

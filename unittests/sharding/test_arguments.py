@@ -100,7 +100,9 @@ def test_what_stays_whole(ranks: Ranks, which: str, arguments: dict[str, Any], w
     """Elements of excluded layers and of small parameters, the limit included."""
     for found in ranks(2).run(WORKER, "whole_bytes", which, **arguments):
         assert found["whole"] == 4 * 206
-        assert found["kept"] == 4 * (whole + (206 - whole) // 2)
+        assert found["stay"] == whole
+        gaps = found["kept"] - 4 * (whole + (206 - whole) // 2)  # slots and shards end at multiples of 16 elements
+        assert 0 <= gaps < 4 * 16 * (6 + found["groups"])
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -30,7 +30,7 @@ def test_b6_stopped_at_step_10_and_resumed(ranks: Ranks, tmp_path: Path) -> None
         for results in ranks(world_size).run(WORKER, "stop_and_go", str(tmp_path)):
             for level in LEVELS:
                 assert results[f"{level} resumed"] == 0.0  # the unbroken run of the same level, to the bit
-                assert results[level] <= 1e-6  # DataParallel
+                assert results[level] <= (0.0 if world_size == 2 else 1e-6)  # DataParallel
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

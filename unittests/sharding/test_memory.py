@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from unittests.harness import Ranks, run_fresh
@@ -75,3 +76,23 @@ def test_dropped_models_leave_nothing(ranks: Ranks, level: str) -> None:
     for found in ranks(2).run(WORKER, "wrapped_and_dropped", level, times=20, timeout=150):
         assert [(threads, files) for threads, files, _ in found[1:]] == [found[1][:2]] * 19
         assert found[-1][2] - found[4][2] < 3 * STATES_DROPPED  # fifteen models later
+
+
+@pytest.mark.parametrize("level", ["os", "p_g_os"])
+def test_lazy_parameters_have_the_values_of_eager_ones(ranks: Ranks, level: str) -> None:
+    """paddle.LazyGuard: also where groups are filled in another order than that of the layers."""
+    for found in ranks(2).run(WORKER, "lazy_equals_eager", level):
+        assert set(found["eager"]) == set(found["lazy"])
+        for name, value in found["eager"].items():
+            np.testing.assert_array_equal(found["lazy"][name], value, err_msg=name)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_lazy_model_never_lives_whole(world_size: int) -> None:
+    """Its shards and two groups: one that is being filled, and the buffer that it goes into."""
+    count, width = 12, 256
+    group = 4 * width * (width + 1)
+    for found in run_fresh(world_size, WORKER, "lazy_peaks", "p_g_os", count, width):
+        shards = count * group / world_size
+        assert shards <= found["stays"] <= 1.02 * shards
+        assert found["wrap"] <= shards + 2.1 * group

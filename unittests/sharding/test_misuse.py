@@ -165,3 +165,19 @@ def test_a_limit_of_3_seconds(ranks: Ranks, level: str) -> None:
 def test_launched_but_not_initialised(ranks: Ranks) -> None:
     for output in ranks(2).run(WORKER, "not_initialised"):
         assert "UsageError: expected an initialized parallel environment, as the launch has 2 ranks; call" in output
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("way", ["set_value", "copy_", "item", "assign"])
+def test_a_parameter_written_in_its_layers_forward(ranks: Ranks, way: str, frozen: bool) -> None:
+    """It would be lost at p_g_os: the same error on every rank, before a step has used anything."""
+    pool = ranks(2)
+    for begin in (1, 2) if way == "set_value" else (1,):
+        by_rank = pool.run(WORKER, "written_in_forward", way, frozen, begin, exclude=False)
+        assert by_rank[0] == by_rank[1] and by_rank[0]["step"] == begin, by_rank
+        message = by_rank[0]["message"]
+        assert message.startswith("UsageError: parameter 'codes' [16, 8] was changed while its layer was called")
+        assert "global rank 0" in message and "exclude_layer" in message
+    for result in pool.run(WORKER, "written_in_forward", way, frozen, 1, exclude=True):
+        changed = 1 / 16 if way == "item" else 1.0
+        assert abs(result["ratio"] - (1 - changed * (1 - 0.5**4))) < 1e-6

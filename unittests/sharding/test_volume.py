@@ -11,7 +11,7 @@ from unittests.harness import Ranks
 
 WORKER = "unittests.sharding.dygraph_volume"
 COUNT = 5
-BLOCK = 300 * 301
+BLOCK = 320 * 321
 PSI = COUNT * BLOCK
 MOVES = ("all_gather", "reduce_scatter", "broadcast")
 
