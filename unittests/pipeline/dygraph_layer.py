@@ -115,6 +115,7 @@ def memory_and_fleet(depth: int, width: int) -> dict[str, Any]:
     layer = PipelineLayer(descs, num_stages=2)
     seen: dict[str, Any] = {"held": allocated_bytes() - before, "peak": peak_bytes() - before}
     del layer
+    seen["left"] = allocated_bytes() - before  # without the garbage collector
     if paddle.is_compiled_with_cuda() and not paddle.device.cuda.device_count():
         return seen  # fleet.init asks for the version of NCCL there, which is not installed
     strategy = fleet.DistributedStrategy()
@@ -373,6 +374,25 @@ class NumpyDropout(nn.Layer):
         return x * paddle.to_tensor(mask.astype("float32"))
 
 
+STATISTICS = ("7.norm._mean", "7.norm._variance", "7.written", "7.replaced")
+
+
+class Counted(nn.Layer):
+    """Statistics that a second run would move again: BatchNorm's, a buffer written to, and one replaced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1D(8)
+        self.register_buffer("written", paddle.zeros([1]))
+        self.register_buffer("replaced", paddle.zeros([1]))
+
+    def forward(self, x: Any) -> Any:
+        if self.training:
+            self.written.add_(paddle.ones([1]))
+            self.replaced = self.replaced + 1
+        return self.norm(x) * 2
+
+
 def nest(x: Any) -> Any:
     return {"x": x, "none": None, "flag": paddle.ones([2], "bool"), "plain": 3}
 
@@ -391,10 +411,11 @@ def recomputed() -> dict[str, Any]:
         LayerDesc(nn.Linear, 8, 8),
         LayerDesc(NumpyDropout),
         F.relu,
+        LayerDesc(Counted),
     ]
     x = paddle.rand([4, 8])
     results = []
-    for interval, chunks in ((0, 1), (2, 1), (3, 2), (7, 1)):
+    for interval, chunks in ((0, 1), (2, 1), (3, 2), (8, 1)):
         fresh(7)
         layer = PipelineLayer(descs, recompute_interval=interval, num_virtual_pipeline_stages=chunks, seed=11)
         NumpyDropout.calls = 0
@@ -406,10 +427,14 @@ def recomputed() -> dict[str, Any]:
         paddle.rand([3])  # drawn between forward and backward: the masks must not depend on it
         np.random.rand(3)
         after = paddle.get_rng_state(), random.getstate()
-        output.sum().backward()
-        grads = [param.grad.numpy() for _, held in layer.named_layers() for param in held.parameters()]
-        results.append((output.numpy(), grads))
-        assert forward == list(range(7))
+        (output * paddle.arange(8).astype("float32")).sum().backward()
+        state = layer.layer_state_dict()
+        assert state["7.written"].item() == state["7.replaced"].item() == 1.0
+        trained = [param for param in layer.parameters() if not param.stop_gradient]
+        found = [param.grad.numpy() for param in trained] + [state[name].numpy() for name in STATISTICS]
+        assert len(found) == 6 + 4
+        results.append((output.numpy(), found))
+        assert forward == list(range(8))
         assert NumpyDropout.calls == (1 if interval == 0 else 2), interval
         assert random.getstate() == after[1]
         layer.eval()

@@ -111,6 +111,7 @@ def test_a_rank_allocates_its_own_stage_only() -> None:
     layer_bytes = 4 * width * width
     for rank, seen in enumerate(run_fresh(2, WORKER, "memory_and_fleet", depth, width)):
         assert seen["held"] == depth // 2 * layer_bytes
+        assert seen["left"] == 0
         assert seen["peak"] <= (depth // 2) * layer_bytes + layer_bytes // 2
         assert {seen[name] for name in ("implied", "topology", "group") if name in seen} <= {(2, rank, 1)}
 
