@@ -48,12 +48,13 @@ class PendingSave:
         """Write and publish.  Collective."""
         team, job = self._team, self._job
         try:
-            written = team.together(job.write, _LABEL)
+            try:
+                written = team.together(job.write, _LABEL)
+            except BaseException:
+                job.discard()
+                raise
             reports = team.exchange(written, _LABEL)
             team.together(lambda: self._complete(reports) if team.rank == 0 else None, _LABEL)
-        except BaseException:
-            job.discard()
-            raise
         finally:
             job.close()
 
@@ -80,6 +81,7 @@ class PendingSave:
             try:
                 self._leave({"written": self._job.write()})
             except Exception as error:
+                self._job.discard()
                 with suppress(OSError):
                     self._leave({"error": f"rank {self._job.rank}: {error}"})
                 raise
@@ -87,7 +89,6 @@ class PendingSave:
                 self._complete(self._reports())
         except Exception as error:
             self._error = error
-            self._job.discard()
         finally:
             self._job.close()
 

@@ -74,10 +74,10 @@ def _register_writing(actions: Any) -> None:
 
 
 def _inspect(args: argparse.Namespace) -> str:
-    contents = open_source(args.path)
-    manifest = read_manifest(args.path) if contents.kind == "checkpoint" else None
-    files = len(manifest.files) if manifest is not None else _count_files(args.path)
-    return describe(contents, files, manifest)
+    with open_source(args.path) as contents:
+        manifest = read_manifest(args.path) if contents.kind == "checkpoint" else None
+        files = len(manifest.files) if manifest is not None else _count_files(args.path)
+        return describe(contents, files, manifest)
 
 
 def _count_files(path: Path) -> int:
@@ -107,10 +107,10 @@ def _checked_source(path: Path) -> Contents:
 
 
 def _diff(args: argparse.Namespace) -> str:
-    left, right = open_source(args.first), open_source(args.second)
-    has_states = all(any(key[0] == "optimizer" for key in contents.tensors) for contents in (left, right))
-    kinds = ("model",) if args.weights or not has_states else ("model", "optimizer")
-    found = compare(left, right, kinds)
+    with open_source(args.first) as left, open_source(args.second) as right:
+        has_states = all(any(key[0] == "optimizer" for key in contents.tensors) for contents in (left, right))
+        kinds = ("model",) if args.weights or not has_states else ("model", "optimizer")
+        found = compare(left, right, kinds)
     what = "weights" if kinds == ("model",) else "weights and optimizer states"
     if not found:
         return f"equal: the {what} of {args.first} and {args.second} have the same bits"
@@ -119,16 +119,17 @@ def _diff(args: argparse.Namespace) -> str:
 
 
 def _merge(args: argparse.Namespace) -> str:
-    contents = _checked_source(args.path)
-    write_weights(contents, args.output, args.masters)
-    return f"{args.output}: {len(contents.model)} tensors, {size_text(args.output.stat().st_size)}"
+    with _checked_source(args.path) as contents:
+        write_weights(contents, args.output, args.masters)
+        return f"{args.output}: {len(contents.model)} tensors, {size_text(args.output.stat().st_size)}"
 
 
 def _reshard(args: argparse.Namespace) -> str:
     if args.files < 1:
         raise UsageError(f"--files must be at least 1, got {args.files}")
     _check(args.path)
-    return _write_checkpoint(open_source(args.path), args.output, args.files)
+    with open_source(args.path) as contents:
+        return _write_checkpoint(contents, args.output, args.files)
 
 
 def _write_checkpoint(contents: Contents, folder: Path, files: int) -> str:
@@ -139,12 +140,14 @@ def _write_checkpoint(contents: Contents, folder: Path, files: int) -> str:
 
 
 def _convert(args: argparse.Namespace) -> str:
-    contents = _checked_source(args.path)
-    if args.to == "checkpoint":
-        return _write_checkpoint(contents, args.output, 1)
-    if args.to == "paddle":
-        return f"{args.output}: {', '.join(write_paddle(contents, args.output))}"
-    return f"{args.output}: {', '.join(write_safetensors(contents, args.output, args.max_size))}"
+    with _checked_source(args.path) as contents:
+        if args.to == "checkpoint":
+            return _write_checkpoint(contents, args.output, 1)
+        if args.to == "paddle":
+            names = write_paddle(contents, args.output)
+        else:
+            names = write_safetensors(contents, args.output, args.max_size)
+    return f"{args.output}: {', '.join(names)}"
 
 
 def _size(text: str) -> int:

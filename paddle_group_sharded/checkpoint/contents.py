@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import numpy as np
 
@@ -42,7 +42,7 @@ class LazyTensor:
 
 @dataclass
 class Contents:
-    """Tensors by key (see :mod:`.manifest`), and what stands beside them."""
+    """Tensors by key (see :mod:`.manifest`), and what stands beside them; use it as a context, which closes files."""
 
     kind: str  # "checkpoint", "safetensors", "paddle", "layers"
     tensors: dict[Key, LazyTensor]
@@ -51,6 +51,14 @@ class Contents:
     data: Any = field(default_factory=lambda: {"extra": None})  # as data.pack() makes it
     world_size: int = 1
     info: dict[str, Any] = field(default_factory=dict)
+    files: Optional[TensorFiles] = None  # that the tensors are read from
+
+    def __enter__(self) -> Contents:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.files is not None:
+            self.files.close()
 
     @property
     def model(self) -> dict[str, LazyTensor]:
@@ -59,7 +67,7 @@ class Contents:
 
 
 def open_checkpoint(folder: Path) -> Contents:
-    """A folder of :func:`.save_checkpoint`.  Its files stay open while the result is in use."""
+    """A folder of :func:`.save_checkpoint`."""
     manifest: Manifest = read_manifest(folder)
     files = TensorFiles(folder, manifest.files)
     return Contents(
@@ -70,6 +78,7 @@ def open_checkpoint(folder: Path) -> Contents:
         data=manifest.data,
         world_size=manifest.world_size,
         info=manifest.info,
+        files=files,
     )
 
 

@@ -52,7 +52,6 @@ class SaveJob:
         self.rank = rank
         self._pieces = list(pieces)
         self._lock: Optional[FolderLock] = None
-        self._published = False
 
     @property
     def file(self) -> str:
@@ -97,11 +96,25 @@ class SaveJob:
                     f"{path}, which another rank has written, is not there with its {info.size} bytes; all ranks must "
                     "write to one shared folder"
                 )
-        path = self.folder / MANIFEST_FILE
-        with create(path) as file:
-            file.write(manifest.to_bytes())
-        self._published = True
+        try:
+            with create(self.folder / MANIFEST_FILE) as file:
+                file.write(manifest.to_bytes())
+        except BaseException:
+            if not self._counts():
+                for name in manifest.files:
+                    with suppress(OSError):
+                        remove(self.folder / name)
+            raise
         self._remove_unused(set(manifest.files))
+
+    def _counts(self) -> bool:
+        """Whether this save may be the one that readers see, for all that can be told."""
+        try:
+            return self.save.encode() in (self.folder / MANIFEST_FILE).read_bytes()
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
 
     def _remove_unused(self, used: set[str]) -> None:
         """Files of the save before, and of saves that were killed."""
@@ -113,10 +126,12 @@ class SaveJob:
         sync_folder(self.folder)
 
     def discard(self) -> None:
-        """After an error: remove this rank's file.  The checkpoint before is as it was."""
+        """Remove this rank's file, where it is known that nobody publishes it.
+
+        A rank that has lost rank 0 does not know: the file stays, and the next save removes it if it is not used.
+        """
         with suppress(OSError):
-            if not self._published:
-                remove(self.folder / self.file)
+            remove(self.folder / self.file)
 
     def close(self) -> None:
         """Let others write into the folder."""

@@ -72,16 +72,16 @@ def _files_of_index(path: Path) -> list[str]:
 
 
 def _open_safetensors(folder: Path, names: list[str]) -> Contents:
-    files = TensorFiles(folder)
     tensors: dict[Key, LazyTensor] = {}
-    for name in names:
-        for key, entry in files.entries(name).items():
-            if ("model", key) in tensors:
-                raise CheckpointError(f"{folder / name}: {key!r} is in another file too")
-            tensors["model", key] = LazyTensor(
-                entry.dtype, entry.shape, functools.partial(_read_slice, files, name, key, entry.dtype)
-            )
-    return Contents("safetensors", tensors)
+    with TensorFiles(folder) as files:
+        for name in names:
+            for key, entry in files.entries(name).items():
+                if ("model", key) in tensors:
+                    raise CheckpointError(f"{folder / name}: {key!r} is in another file too")
+                tensors["model", key] = LazyTensor(
+                    entry.dtype, entry.shape, functools.partial(_read_slice, files, name, key, entry.dtype)
+                )
+    return Contents("safetensors", tensors, files=files)
 
 
 def _read_slice(files: TensorFiles, name: str, key: str, dtype: str, start: int, stop: int) -> Any:

@@ -55,11 +55,13 @@ def write_checkpoint_folder(contents: Contents, folder: Path, files: int) -> Non
     empty = {key: (tensor.dtype, tensor.shape) for key, tensor in contents.tensors.items() if tensor.numel == 0}
     jobs[0].open()
     try:
-        jobs[0].publish(compose(empty, [job.write() for job in jobs], manifest))
-    except BaseException:
-        for job in jobs:
-            job.discard()
-        raise
+        try:
+            written = [job.write() for job in jobs]
+        except BaseException:
+            for job in jobs:
+                job.discard()
+            raise
+        jobs[0].publish(compose(empty, written, manifest))
     finally:
         jobs[0].close()
 

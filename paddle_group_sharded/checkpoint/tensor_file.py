@@ -117,6 +117,10 @@ class TensorFiles:
     def __exit__(
         self, kind: Optional[type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files; they are opened again when they are asked for."""
         for file, _ in self._open.values():
             file.close()
         self._open.clear()
