@@ -1,6 +1,7 @@
-"""Trains a byte-level GPT at any sharding level, then reads the result back with nothing but Paddle.
+"""Trains a byte-level GPT at any sharding level or as a pipeline, then reads it back with nothing but Paddle.
 
 In two processes:  fleetrun --nproc_per_node 2 tools/train_gpt.py --level p_g_os
+As a pipeline:     fleetrun --nproc_per_node 2 tools/train_gpt.py --stages 2 --accumulate 8
 In one:            python tools/train_gpt.py
 
 A user's own script differs from this one in the model and the data; the lines that matter are in ``Trainer``.
@@ -16,7 +17,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import numpy as np
 import paddle
@@ -24,6 +25,7 @@ import paddle.distributed as dist
 import paddle.nn.functional as F
 from corpus import Corpus, CorpusError, Windows
 from gpt import GPT, GPTConfig, generate
+from gpt_pipeline import PipelineTrainer
 from paddle.distributed import fleet
 from train_options import STATE_FILE, parse, read_state
 from train_report import Measured, progress_bar, say, table
@@ -165,6 +167,21 @@ class Trainer:
         return paddle.amp.auto_cast(level=self.options.amp, dtype=self.options.amp_dtype)
 
 
+class Stages(PipelineTrainer):
+    """The same steps, on a model that is spread over ranks; it is saved at the end, weights only."""
+
+    def __init__(self, options: Any, corpus: Corpus, ranks: Ranks) -> None:
+        super().__init__(options, corpus, ranks, rate_at)
+
+    def validate(self, windows: int = VALIDATION_WINDOWS) -> float:
+        """Mean loss over the validation windows of all replicas; collective."""
+        return super().validate(windows)
+
+    def save(self, step: int) -> None:
+        """Write the weights; collective."""
+        self.save_weights(Path(self.options.save))
+
+
 def new_model(options: Any) -> GPT:
     """The model that the options describe, before any wrapping."""
     model = GPT(GPTConfig(options.layers, options.width, options.heads, options.seq, options.dropout))
@@ -219,7 +236,7 @@ def read_back(options: Any, corpus: Corpus) -> str:
     )
 
 
-def train(trainer: Trainer, start: int) -> float:
+def train(trainer: Union[Trainer, Stages], start: int) -> float:
     """Steps ``start`` to the end, with a progress bar on rank 0; the last validation loss."""
     options = trainer.options
     stop = last_step(options)
@@ -252,7 +269,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
         corpus.check(options.seq)
         Path(options.save).mkdir(parents=True, exist_ok=True)
         ranks = Ranks()
-        trainer = Trainer(options, corpus, ranks)
+        trainer: Any = (Trainer if options.stages == 1 else Stages)(options, corpus, ranks)
         start = 0 if options.resume is None else trainer.resume()
         if start >= last_step(options):
             return refuse(f"--resume {options.resume}: it has done its {start} steps; ask for more with --steps")
@@ -269,9 +286,10 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     return 0
 
 
-def summarize(trainer: Trainer, validation: float) -> str:
-    """The table of the run so far; collective."""
-    return table(
+def summarize(trainer: Any, validation: float) -> str:
+    """The table of the run so far, and how full the pipeline was; collective."""
+    report = f"\n\n{trainer.report()}" if trainer.options.stages > 1 else ""
+    lines = table(
         level=trainer.options.level,
         parameters=trainer.num_parameters,
         tokens=trainer.options.batch * trainer.options.seq,
@@ -280,7 +298,9 @@ def summarize(trainer: Trainer, validation: float) -> str:
         states=trainer.ranks.gather(trainer.measured.states_bytes),
         peaks=trainer.ranks.gather(peak_bytes()),
         sixteen_bit=trainer.options.amp in ("O2", "bf16"),
+        stages=trainer.options.stages,
     )
+    return lines + report
 
 
 def refuse(reason: str) -> int:

@@ -72,7 +72,8 @@ class Engine:
     def __init__(self, layer: PipelineLayer, schedule: Union[str, Path, Plan, Schedule, None], timeout: float) -> None:
         """``timeout``: seconds that a rank waits for another's message."""
         self.random_step = 0  # training steps so far, which random numbers depend on
-        self.runner: Optional[Runner] = None  # of the last step
+        self.runner: Optional[Runner] = None  # of the last step; of the last evaluation before the first one
+        self._has_trained = False
         self._layer = layer
         self._grid = layer.grid
         self._comm: Comm = layer.comm
@@ -118,7 +119,9 @@ class Engine:
         """
         word = "train" if training else "evaluate"
         batch, count = self._agree(data, num_micro_batches, training, loss_index, word)
-        runner = self.runner = self._make_runner(self.plan(count, training))
+        runner = self._make_runner(self.plan(count, training))
+        if training or not self._has_trained:
+            self.runner, self._has_trained = runner, training
         self._layer.shared.synchronize_if_changed()
         meter = None
         if loss_index is not None and self._holds_last:
@@ -127,7 +130,7 @@ class Engine:
         failure: Optional[Exception] = None
         losses: Optional[Losses] = None
         try:
-            with self._surroundings(training):
+            with self._surroundings(training, splits=runner.has(Kind.I)):
                 runner.run(job)
             losses = None if meter is None else meter.result()
         except Exception as error:
@@ -210,20 +213,15 @@ class Engine:
             self._links.mail.tell_failure(f"rank {self._grid.global_rank} failed: {error}")
 
     @contextlib.contextmanager
-    def _surroundings(self, training: bool) -> Iterator[None]:
-        """What holds while a plan runs: its own random numbers, its own forwards of layers, or no gradients."""
+    def _surroundings(self, training: bool, splits: bool) -> Iterator[None]:
+        """What holds while a plan runs: its own random numbers; layers in two halves, or no gradients."""
         states = RandomStates.now()
         try:
-            with self._weight_grads.installed() if training and self._splits else contextlib.nullcontext():
+            with self._weight_grads.installed() if splits else contextlib.nullcontext():
                 with contextlib.nullcontext() if training else paddle.no_grad():
                     yield
         finally:
             states.restore()
-
-    @property
-    def _splits(self) -> bool:
-        """Whether backwards are split in the plan of the present step."""
-        return self.runner is not None and self.runner.has(Kind.I)
 
     def _run_of(self, chunk: Chunk) -> Any:
         base, replica = self._layer.base_seed, self._grid.replica

@@ -181,7 +181,10 @@ class PipelineParallel(ParallelMembers, nn.Layer):  # type: ignore[misc]
         return timeline(self.plan)
 
     def gather_timeline(self) -> Timeline:
-        """The measured timeline of this pipeline's last step, in seconds since it began.  Collective."""
+        """The measured timeline of this pipeline's last training step, in seconds since it began.  Collective.
+
+        Before the first training step it is that of the last evaluation.
+        """
         spans = [] if self._engine.runner is None else self._engine.runner.spans()
         by_rank = self._layers.comm.exchange(spans, "timeline")
         ranks = [self._layers.comm.ranks.index(rank) for rank in self._layers.grid.pipeline_ranks]
