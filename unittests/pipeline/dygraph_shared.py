@@ -95,7 +95,8 @@ def train(num_stages: int, num_chunks: int = 1, optimizer: str = "AdamW") -> dic
             for name, param in held.named_parameters():
                 if f"{index}.{name}" != "4.b" and not param.stop_gradient:  # one copy without a gradient counts as zero
                     value = paddle.to_tensor(gradient(index, name, param.shape, step))
-                    (param * value).sum().backward()  # accumulates on one rank by itself
+                    turned = index in (0, 4) and param.ndim == 2  # gives a gradient that is not contiguous
+                    (param.t() * value.t() if turned else param * value).sum().backward()  # one rank accumulates
         layer.shared.reduce_gradients()
         for first, names in TIES.items():
             parts = [name.partition(".") for name in names if name != "4.b"]
