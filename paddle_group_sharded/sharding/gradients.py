@@ -170,6 +170,11 @@ class GroupGradients:
         """The reduced gradient of this rank's piece of slot ``index``, 1-D, or None; changes are seen by the step."""
         return self._grads.get(index)
 
+    @property
+    def any(self) -> bool:
+        """Whether a reduction has left something here."""
+        return bool(self._grads)
+
     def shard(self) -> Tensor:
         """The gradients of this rank's pieces as one tensor of the shard's size; zeros where there is none."""
         shard = paddle.zeros([self._layout.shard_numel], dtype=paddle.float32).astype(self.dtype)

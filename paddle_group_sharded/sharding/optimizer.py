@@ -196,6 +196,7 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
         used, factors = self._agree()
         if self._whole:
             self._step_whole(used, factors)
+            self._states.learn(used)
         else:
             self._step_pieces(used, factors)
         for param in used:
