@@ -37,8 +37,6 @@ from .weight_grad import WeightGrads
 
 __all__ = ["Engine", "Result"]
 
-Tensor = Any
-
 
 class Result(NamedTuple):
     """What a step gives."""
@@ -123,6 +121,8 @@ class Engine:
         if training or not self._has_trained:
             self.runner, self._has_trained = runner, training
         self._layer.shared.synchronize_if_changed()
+        if training:
+            self._layer.shared.begin_gradients()
         meter = None
         if loss_index is not None and self._holds_last:
             meter = LossMeter(self._layer, batch.labels, batch.sizes, loss_index, scale)
@@ -191,7 +191,7 @@ class Engine:
         average = self._links.average
         if average is not None:
             order = [action.stage for action in plan.actions[self._grid.stage] if action.kind is Kind.REDUCE]
-            params = {stage: _params(self._chunks[stage]) for stage in self._stages}
+            params = {stage: self._chunks[stage].parameters() for stage in self._stages}
             average.expect(params_by_reduction(order, params))
         begin = (lambda stage: None) if average is None else average.begin
         return Runner(plan, self._grid.stage, self._stages, self._links.mail, begin)
@@ -235,8 +235,3 @@ class Engine:
 
 def _name(chunk: Chunk) -> str:
     return f"stage {chunk.virtual_stage} (layers {chunk.start} to {chunk.stop - 1})"
-
-
-def _params(chunk: Chunk) -> list[Tensor]:
-    layers = [getattr(layer, "layer", layer) for layer in chunk.layers]  # of a shared layer with a forward of its own
-    return [param for layer in layers if isinstance(layer, paddle.nn.Layer) for param in layer.parameters()]
