@@ -310,6 +310,7 @@ def refusals() -> list[str]:
         lambda: PipelineLayer([linear, nn.Linear], **two),
         lambda: PipelineLayer(different, **two),
         lambda: PipelineLayer([linear, LayerDesc(FailsOnRank1)], **two),
+        lambda: PipelineLayer([LayerDesc(FailsOnRank1), linear], **two),
         lambda: PipelineLayer([linear, LayerDesc(nn.Linear, 2)], **two),
         lambda: PipelineLayer([built, F.relu, built], **two),
         lambda: PipelineLayer([linear, linear], loss_fn=Weighted(), **two),

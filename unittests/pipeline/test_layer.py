@@ -188,6 +188,7 @@ def test_refusals(ranks: Ranks) -> None:
         "write LayerDesc(Linear, ...)",
         "expected the same description on every rank, but layers is ['Linear', 'Linear'] on rank 0",
         "layer 1 of the list, FailsOnRank1(), cannot be built: no such vocabulary file",
+        "accepted",  # the rank on which it fails does not hold it
         "layer 1 of the list, Linear(2), cannot be built",
         "parameter 'weight' of layer 2 (Linear) also stands in layer 0, but these are on stages 1 and 0",
         "loss function Weighted has the parameter 'scale', which nobody would train",
@@ -204,7 +205,7 @@ def test_refusals(ranks: Ranks) -> None:
     for rank, messages in enumerate(by_rank):
         assert len(messages) == len(expected)
         for message, part in zip(messages, expected):
-            assert part in message and "Error: " in message, (rank, message, part)
+            assert part in message and ("Error: " in message or part == "accepted"), (rank, message, part)
     assert by_rank[0][7].startswith("UsageError: rank 1: ")
 
 
