@@ -17,10 +17,12 @@ from typing import Any, NamedTuple, Optional, Union
 import paddle
 
 from ..comm import Comm, create_comm
-from ..errors import UsageError
+from ..comm.agreement import agree
+from ..errors import GroupShardedError, UsageError
 from .action import Kind, Plan, round_robin
 from .batches import Batch, cut
 from .chunk import Chunk
+from .desc import is_shared_desc
 from .layer import PipelineLayer
 from .losses import Losses, LossMeter
 from .lowering import add_grad_reduce, add_transfers
@@ -204,9 +206,18 @@ class Engine:
         return _Links(mail, ReplicaAverage(comm), comm)
 
     def _finish_gradients(self) -> None:
-        if self._links is not None and self._links.average is not None:
-            self._links.average.finish()
-        self._layer.shared.reduce_gradients()
+        """Averages, then sums of shared weights; what raises on the ranks that take part raises on all."""
+        average = None if self._links is None else self._links.average
+        if average is None and not any(is_shared_desc(entry) for entry in self._layer.descs):
+            return
+        problem: Optional[GroupShardedError] = None
+        try:
+            if average is not None:
+                average.finish()
+            self._layer.shared.reduce_gradients()
+        except GroupShardedError as error:
+            problem = error
+        agree((self._comm,), "gradients", problem)
 
     def _tell(self, error: Exception) -> None:
         if self._links is not None:
