@@ -87,7 +87,7 @@ def save_until_killed(folder: str, limit: int, doomed: Sequence[int] = ()) -> in
 
 
 def die_at(folder: str, call: int, victim: int) -> int:
-    """Two saves, during which rank ``victim`` kills itself at its ``call``-th request to change a file or a folder."""
+    """Three saves, the last in the background, during which rank ``victim`` kills itself at its ``call``-th request to change a file or a folder."""
     if dist.get_rank() == victim:
         count = iter(range(call))
 
@@ -101,4 +101,4 @@ def die_at(folder: str, call: int, victim: int) -> int:
 
         for name in ("replace", "fsync", "remove", "rmdir", "unlink", "ftruncate", "mkdir"):
             setattr(os, name, counted(getattr(os, name)))
-    return save_until_killed(folder, 2)
+    return save_until_killed(folder, 3)

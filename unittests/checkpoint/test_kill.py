@@ -24,7 +24,7 @@ def test_killed_at_random_moments(tmp_path: Path, world_size: int, kills: int) -
 
 
 @pytest.mark.parametrize(
-    ("world_size", "calls"), [(1, [(call, 0) for call in range(1, 29, 4)]), (2, [(3, 1), (5, 1), (14, 0)])]
+    ("world_size", "calls"), [(1, [(call, 0) for call in range(1, 36, 5)]), (2, [(3, 1), (8, 1), (14, 0)])]
 )
 def test_killed_between_two_changes(
     ranks: Ranks, tmp_path: Path, world_size: int, calls: list[tuple[int, int]]
