@@ -17,7 +17,7 @@ import paddle
 
 from ..errors import UsageError
 
-__all__ = ["Slot", "needs_grad", "pack", "pack_grads", "unpack", "unpack_grads"]
+__all__ = ["Slot", "needs_grad", "pack", "pack_grads", "slots_with_grad", "unpack", "unpack_grads"]
 
 Tensor = Any
 
@@ -48,7 +48,7 @@ def pack(value: Any, where: str) -> tuple[Any, list[Tensor]]:
 
 
 def unpack(structure: Any, tensors: Sequence[Tensor]) -> Any:
-    """The value of a message: leaves of autograd where a gradient may go back.  ``tensors`` become part of it."""
+    """The value of a message, of which ``tensors`` become part, with ``stop_gradient`` as it was."""
     if isinstance(structure, Slot):
         tensor = tensors[structure.index]
         tensor.stop_gradient = not structure.needs_grad
@@ -58,6 +58,21 @@ def unpack(structure: Any, tensors: Sequence[Tensor]) -> Any:
     if isinstance(structure, (list, tuple)):
         return _like(structure, [unpack(each, tensors) for each in structure])
     return structure
+
+
+def slots_with_grad(structure: Any) -> list[int]:
+    """Which tensors of a message a gradient may go back for, in order."""
+    return sorted(_with_grad(structure))
+
+
+def _with_grad(structure: Any) -> set[int]:
+    if isinstance(structure, Slot):
+        return {structure.index} if structure.needs_grad else set()
+    if isinstance(structure, dict):
+        structure = structure.values()
+    elif not isinstance(structure, (list, tuple)):
+        return set()
+    return set().union(*map(_with_grad, structure))
 
 
 def pack_grads(grads: Sequence[Optional[Tensor]]) -> tuple[tuple[bool, ...], list[Tensor]]:

@@ -508,7 +508,7 @@ def replicated(num_stages: int, schedule: str, chunks: int) -> dict[str, Any]:
 
 
 def optimizers(world_size: int) -> dict[str, float]:
-    """Optimizers of every kind, with groups too; a stage without parameters, frozen layers, float64."""
+    """Optimizers of every kind; a frozen weight; a stage without parameters, which begins with writing in place."""
     builders: dict[str, Callable[[Any], Any]] = {
         "Momentum": lambda params: optim.Momentum(0.05, parameters=params, use_nesterov=True),
         "Lamb": lambda params: optim.Lamb(0.01, parameters=params),
@@ -518,7 +518,7 @@ def optimizers(world_size: int) -> dict[str, float]:
     }
 
     def entries() -> list[Any]:
-        return [LayerDesc(nn.Linear, 6, 8), F.tanh, LayerDesc(nn.Linear, 8, 5), F.relu, F.tanh, lambda x: x * 2]
+        return [LayerDesc(nn.Linear, 6, 8), F.tanh, LayerDesc(nn.Linear, 8, 5), F.relu_, F.tanh, lambda x: x * 2]
 
     seen = {}
     for name, build in builders.items():
