@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +17,8 @@ from .tensor_file import Blob, write_tensors
 
 __all__ = ["Piece", "SaveJob", "Written", "compose"]
 
+_PATIENCE_SECONDS = 60.0
+_POLL_SECONDS = 0.2
 _FILE_OF_A_SAVE = re.compile(r"([0-9a-f]{16})-\d{5}\.(safetensors|done)(\.writing)?")
 
 
@@ -77,6 +80,7 @@ class SaveJob:
         """Write this rank's file."""
         if not self._pieces:
             return Written(self.file, None, [])
+        make_folder(self.folder)  # a network disk may not show rank 0's to this host yet
         blobs = [piece.blob for piece in self._pieces]
         with progress(f"rank {self.rank} writes", sum(blob.size for blob in blobs), self.rank == 0) as on_bytes:
             checksums, info = write_tensors(self.folder / self.file, blobs, on_bytes)
@@ -89,13 +93,7 @@ class SaveJob:
 
     def publish(self, manifest: Manifest) -> None:
         """Make the save count: from here on readers see it."""
-        for name, info in manifest.files.items():
-            path = self.folder / name
-            if not path.exists() or path.stat().st_size != info.size:
-                raise CheckpointError(
-                    f"{path}, which another rank has written, is not there with its {info.size} bytes; all ranks must "
-                    "write to one shared folder"
-                )
+        self._await_files(manifest)
         try:
             with create(self.folder / MANIFEST_FILE) as file:
                 file.write(manifest.to_bytes())
@@ -106,6 +104,21 @@ class SaveJob:
                         remove(self.folder / name)
             raise
         self._remove_unused(set(manifest.files))
+
+    def _await_files(self, manifest: Manifest) -> None:
+        """All of them are there, but a network disk may show them a little later than their writers say."""
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while True:
+            here = {path.name: path.stat().st_size for path in self.folder.iterdir() if path.name in manifest.files}
+            missing = [name for name, info in manifest.files.items() if here.get(name) != info.size]
+            if not missing:
+                return
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"{self.folder / missing[0]}, which another rank has written, is not there with its "
+                    f"{manifest.files[missing[0]].size} bytes; all ranks must write to one shared folder"
+                )
+            time.sleep(_POLL_SECONDS)
 
     def _counts(self) -> bool:
         """Whether this save may be the one that readers see, for all that can be told."""

@@ -99,7 +99,7 @@ def read_checkpoint(path: Any, model: Any, optimizer: Optional[Any], extras: Ext
     """:func:`load_checkpoint`."""
     IN_FLIGHT.settle()
     team = team_of(model)
-    job = team.together(lambda: _Load.prepare(path, model, optimizer), _LABEL)
+    job = team.together(lambda: _Load.prepare(path, model, optimizer, strict), _LABEL)
     report = _agree(team, job, strict)
     with job.files:
         data = team.together(lambda: _verified(team, job), _LABEL)
@@ -123,13 +123,14 @@ class _Load(NamedTuple):
     has_optimizer: bool
 
     @classmethod
-    def prepare(cls, path: Any, model: Any, optimizer: Optional[Any]) -> _Load:
+    def prepare(cls, path: Any, model: Any, optimizer: Optional[Any], strict: bool) -> _Load:
         if not isinstance(path, (str, os.PathLike)):
             raise UsageError(f"path must be the path of a folder, got {type(path).__name__}")
         folder = Path(path).absolute()
         subject = subject_of(model, optimizer)
         manifest = read_manifest(folder)
-        if optimizer is not None and not manifest.section("optimizer") and "optimizer" not in (manifest.data or {}):
+        without_states = not manifest.section("optimizer") and "optimizer" not in (manifest.data or {})
+        if optimizer is not None and without_states and strict:
             raise CheckpointError(f"{folder} has no optimizer state; pass optimizer=None to read the weights only")
         match = Match()
         names = subject.names.all
@@ -176,7 +177,7 @@ def _verified(team: Team, job: _Load) -> Any:
 
 
 def _check_data(job: _Load, data: Any, optimizer: Optional[Any], extras: Extras, strict: bool) -> None:
-    """Whether what the caller wants to have restored was saved."""
+    """Whether what the caller wants to have restored was saved, and fits: Paddle finds out half-way."""
     missing = []
     if extras.scaler is not None and extras.scaler.is_enable() and not data.get("scaler"):
         missing.append("scaler")
@@ -186,6 +187,14 @@ def _check_data(job: _Load, data: Any, optimizer: Optional[Any], extras: Extras,
         missing.append("the state of the optimizer's lr_scheduler")
     if extras.scheduler is not None and extras.scheduler is not own and "lr_scheduler" not in data:
         missing.append("lr_scheduler")
+    for name, scheduler in (("scheduler", own), ("lr_scheduler", extras.scheduler)):
+        if scheduler is not None and name in data:
+            lacking = [key for key in scheduler.state_dict() if key not in data[name]]
+            if lacking:
+                raise CheckpointError(
+                    f"{job.folder} has the state of another {name} than {type(scheduler).__name__}, which keeps "
+                    f"{', '.join(lacking)} too"
+                )
     if missing and strict:
         raise CheckpointError(f"{job.folder} does not fit; missing: {', '.join(missing)}")
 

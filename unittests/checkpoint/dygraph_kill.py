@@ -87,7 +87,10 @@ def save_until_killed(folder: str, limit: int, doomed: Sequence[int] = ()) -> in
 
 
 def die_at(folder: str, call: int, victim: int) -> int:
-    """Three saves, the last in the background, during which rank ``victim`` kills itself at its ``call``-th request to change a file or a folder."""
+    """Three saves, the last in the background.
+
+    Rank ``victim`` kills itself at its ``call``-th request to change a file or a folder.
+    """
     if dist.get_rank() == victim:
         count = iter(range(call))
 

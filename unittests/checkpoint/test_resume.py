@@ -51,3 +51,14 @@ def test_tied_weights(ranks: Ranks, tmp_path: Path, world_size: int, level: str)
 def test_random_states_belong_to_their_rank(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2).run(WORKER, "save_step_10", str(tmp_path))
     assert ranks(3).run(WORKER, "random_states_elsewhere", str(tmp_path)) == [[True, True]] * 3
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_odd_tensors(ranks: Ranks, tmp_path: Path, world_size: int) -> None:
+    assert ranks(world_size).run(WORKER, "odd", str(tmp_path)) == [[]] * world_size
+
+
+def test_another_scheduler_is_found_before_anything_is_changed(ranks: Ranks, tmp_path: Path) -> None:
+    ((said, unchanged),) = ranks(1).run(WORKER, "other_scheduler", str(tmp_path))
+    assert "has the state of another scheduler than ReduceOnPlateau, which keeps cooldown_counter" in said
+    assert unchanged
