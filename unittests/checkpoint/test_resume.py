@@ -14,7 +14,7 @@ WORKER = "unittests.checkpoint.dygraph_resume"
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_continuing_equals_never_having_stopped(ranks: Ranks, tmp_path: Path, world_size: int) -> None:
     """Dropout, NumPy's and Python's random numbers, a scaler, two schedulers, statistics of each rank: to the bit."""
-    if not ranks(1).run(WORKER, "can_restore_randomness")[0]:
+    if not ranks(1).run(WORKER, "is_paddle_3")[0]:
         pytest.skip("Paddle 2.6 does not tell the state of its random numbers on the CPU")
     for results in ranks(world_size).run(WORKER, "unbroken", str(tmp_path)):
         assert len(results) >= 3
