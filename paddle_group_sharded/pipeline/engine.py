@@ -60,11 +60,6 @@ class _Links(NamedTuple):
     average: Optional[ReplicaAverage]
     comm: Optional[Comm]  # that of the average
 
-    def close(self) -> None:
-        self.mail.close()
-        if self.comm is not None:
-            self.comm.close()
-
 
 class Engine:
     """The stages of one rank and their connections to the others."""
@@ -122,9 +117,6 @@ class Engine:
         runner = self._make_runner(self.plan(count, training))
         if training or not self._has_trained:
             self.runner, self._has_trained = runner, training
-        self._layer.shared.synchronize_if_changed()
-        if training:
-            self._layer.shared.begin_gradients()
         meter = None
         if loss_index is not None and self._holds_last:
             meter = LossMeter(self._layer, batch.labels, batch.sizes, loss_index, scale)
@@ -132,12 +124,18 @@ class Engine:
         failure: Optional[Exception] = None
         losses: Optional[Losses] = None
         try:
+            self._layer.shared.synchronize_if_changed()
+            if training:
+                self._layer.shared.begin_gradients()
             with self._surroundings(training, splits=runner.has(Kind.I)):
                 runner.run(job)
             losses = None if meter is None else meter.result()
         except Exception as error:
             failure = error
             self._tell(error)
+        except BaseException:  # an interrupt: whoever waits for this rank's messages sees the connection end
+            self._drop_mail()
+            raise
         try:
             reports = agree_after(self._comm, f"end: {word}", failure, losses)
         except Exception:
@@ -150,12 +148,18 @@ class Engine:
         return Result(reports[last], job.outputs if meter is None and self._holds_last else None)
 
     def disconnect(self) -> None:
-        """Forget the step and close the connections; the next step opens new ones."""
-        for stage in self._stages.values():
-            stage.reset()
+        """Forget the step and close the connections; the next step opens new ones.  Collective."""
+        links = self._drop_mail()
+        if links is not None and links.comm is not None:
+            links.comm.close()  # what is under way there ends when the other replicas close theirs
+
+    def _drop_mail(self) -> Optional[_Links]:
         links, self._links = self._links, None
         if links is not None:
-            links.close()
+            links.mail.close()
+        for stage in self._stages.values():
+            stage.reset()
+        return links
 
     # ---------------------------------------------------------------------------------------------------------- parts
 

@@ -100,6 +100,25 @@ def failures(num_stages: int) -> dict[str, Any]:
     return {"messages": results, "weights": distance(plain, model), "prompt": seconds < 5}
 
 
+def interrupted() -> str:
+    """The user of rank 1 presses Ctrl-C in a forward, and leaves."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    layer = PipelineLayer([LayerDesc(Trap, place) for place in range(2)], num_stages=2, loss_fn=LOSS)
+    model, optimizer = pipeline_parallel(layer, paddle.optimizer.SGD(0.1, parameters=layer.parameters()), 4)
+    Trap.armed = {"place": 1, "when": "forward", "what": interrupt}
+    data = [paddle.randn([8, 6]), paddle.randint(0, 6, [8])]
+    try:
+        return message(lambda: model.train_batch(data, optimizer))
+    except KeyboardInterrupt:
+        layer.comm.close()
+        return "interrupted"
+    finally:
+        Trap.armed = {}
+
+
 def sparse(num_stages: int) -> list[str]:
     """Gradients that cannot be summed, found by the ranks that hold them, after or while the plan runs."""
 

@@ -49,6 +49,12 @@ def test_sparse_gradients_are_refused_by_all(ranks: Ranks, world_size: int, num_
             assert alone.startswith("UsageError: ") and "has sparse gradients, which cannot be averaged" in alone, alone
 
 
+def test_an_interrupt_ends_the_wait_of_others(ranks: Ranks) -> None:
+    first, second = ranks(2).run(WORKER, "interrupted")
+    assert second == "interrupted"
+    assert first.startswith("CommError: rank 1 has ended, or has closed its end, before it sent '1SEND_B"), first
+
+
 def test_a_rank_is_killed() -> None:
     results = run_fresh(3, WORKER, "killed", expect_exit={1: -9})
     for rank in (0, 2):
