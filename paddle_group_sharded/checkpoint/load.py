@@ -107,7 +107,7 @@ def read_checkpoint(path: Any, model: Any, optimizer: Optional[Any], extras: Ext
         # From here on nothing can fail but the hardware.
         team.together(lambda: _write_weights(team, job), _LABEL)
         job.subject.end_weights()
-        team.together(lambda: _write_states(job), _LABEL)
+        team.together(lambda: _write_states(team, job), _LABEL)
         team.together(lambda: _restore(team, job, data, model, optimizer, extras), _LABEL)
     return Loaded(data["extra"], report, job.manifest.info)
 
@@ -204,21 +204,22 @@ def _write_weights(team: Team, job: _Load) -> None:
     for holding in job.subject.model():
         entry = job.match.model.get(holding.key[1])
         if entry is not None:
-            holding.load(job.files, _own_entry(team, job, holding) or entry)
+            holding.load(job.files, _own_entry(team, job, holding, entry))
 
 
-def _own_entry(team: Team, job: _Load, holding: Holding) -> Optional[TensorEntry]:
+def _own_entry(team: Team, job: _Load, holding: Holding, entry: TensorEntry) -> TensorEntry:
     """What this very rank had under the name, where the ranks are those of the save and it differed from the rest."""
-    if not holding.own or team.world_size != job.manifest.world_size:
-        return None
-    return job.manifest.tensors.get(("rank", str(team.rank), "/".join(holding.key)))
+    if not holding.is_whole or team.world_size != job.manifest.world_size:
+        return entry
+    own = job.manifest.tensors.get(("rank", str(team.rank), "/".join(holding.key)), entry)
+    return own if own.shape == entry.shape else entry
 
 
-def _write_states(job: _Load) -> None:
+def _write_states(team: Team, job: _Load) -> None:
     targets = job.subject.state_targets({name: list(found) for name, found in job.match.states.items() if found})
     for holding in targets:
         _, name, state = holding.key
-        holding.load(job.files, job.match.states[name][state])
+        holding.load(job.files, _own_entry(team, job, holding, job.match.states[name][state]))
 
 
 def _restore(team: Team, job: _Load, data: Any, model: Any, optimizer: Optional[Any], extras: Extras) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Callable, NamedTuple, Optional
 
@@ -16,10 +18,12 @@ from .build import team_of
 from .collect import Extras, Parts, collect
 from .holding import Holding
 from .job import Piece, SaveJob, compose
-from .manifest import Key, Manifest
+from .manifest import Key, Manifest, key_text
 from .team import Team
 
 __all__ = ["save_checkpoint", "write_checkpoint"]
+
+_logger = logging.getLogger(__name__)
 
 _LABEL = "save_checkpoint"
 _SAVE_BYTES = 8
@@ -164,6 +168,14 @@ def _plan(team: Team, folder: str, parts: Parts) -> _Plan:
     data = _common_data(said)
     chosen = assign([every.offers for every in said])
     pieces = [_piece(parts.holdings[number]) for number in chosen[team.rank]]
+    drifted = _drifted(said)
+    if drifted and team.rank == 0:
+        _logger.warning(
+            "ranks hold different values of %s%s; those of the first rank count, and the others' are kept for the case "
+            "that as many ranks load them",
+            drifted[0],
+            f" and of {len(drifted) - 1} more" if len(drifted) > 1 else "",
+        )
     pieces += [_piece(holding) for holding in [*parts.rank_holdings, *_differing(team.rank, parts, said)]]
     aliases: dict[str, str] = {}
     parameter_names: dict[str, str] = {}
@@ -194,18 +206,30 @@ def _common_data(said: Sequence[_Said]) -> Any:
     return data
 
 
-def _differing(rank: int, parts: Parts, said: Sequence[_Said]) -> list[Holding]:
-    """Values of this rank that are not what will be saved for all: they are kept beside it, for this rank alone."""
-    counts: dict[Key, int] = {}
+def _first_checksums(said: Sequence[_Said]) -> dict[tuple[Key, int, int], int]:
+    """Of each interval, by its key and its bounds, the checksum of the first rank that holds it."""
+    first: dict[tuple[Key, int, int], int] = {}
     for every in said:
         for offer in every.offers:
-            if offer.own is not None:
-                counts.setdefault(offer.key, offer.own)
-    mine = zip(parts.holdings, said[rank].offers)
+            first.setdefault((offer.key, offer.start, offer.stop), offer.checksum)
+    return first
+
+
+def _drifted(said: Sequence[_Said]) -> list[str]:
+    """Tensors that should be the same on all ranks that hold them, and are not."""
+    first = _first_checksums(said)
+    offers = (offer for every in said for offer in every.offers)
+    other = (offer for offer in offers if not offer.own and offer.checksum != first[offer.key, offer.start, offer.stop])
+    return list(dict.fromkeys(key_text(offer.key) for offer in other))
+
+
+def _differing(rank: int, parts: Parts, said: Sequence[_Said]) -> list[Holding]:
+    """Values of this rank that are not what will be saved for all: they are kept beside it, for this rank alone."""
+    first = _first_checksums(said)
     return [
-        Holding(("rank", str(rank), "/".join(holding.key)), holding.shape, 0, holding.stop, holding.tensor)
-        for holding, offer in mine
-        if offer.own is not None and offer.own != counts[offer.key]
+        replace(holding, key=("rank", str(rank), "/".join(holding.key)))
+        for holding, offer in zip(parts.holdings, said[rank].offers)
+        if holding.is_whole and offer.checksum != first[offer.key, offer.start, offer.stop]
     ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import pickle
 import random
 from pathlib import Path
 from typing import Any
@@ -276,3 +278,33 @@ def other_scheduler(folder: str) -> tuple[str, bool]:
     plateau = paddle.optimizer.SGD(paddle.optimizer.lr.ReduceOnPlateau(0.1), parameters=model.parameters())
     said = message(folder, model, plateau)
     return said, not model.weight.numpy().any()
+
+
+def independent(folder: str) -> tuple[list[str], list[str]]:
+    """Plain models that have nothing to do with each other: back on as many ranks, and what was said."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("paddle_group_sharded.checkpoint.save")
+    logger.addHandler(handler)
+    try:
+        model, optimizer = plain_paddle.build()
+        plain_paddle.train(model, optimizer, 0, 2, dist.get_rank())
+        save_checkpoint(folder, model, optimizer)
+    finally:
+        logger.removeHandler(handler)
+    expected = whole_state(model, optimizer)
+    if dist.get_rank() == 0:
+        Path(folder, "first.pickle").write_bytes(pickle.dumps(expected))
+    fresh()
+    model, optimizer = plain_paddle.build()
+    load_checkpoint(folder, model, optimizer)
+    return differing(expected, whole_state(model, optimizer)), records
+
+
+def first_of_them(folder: str) -> list[str]:
+    """On another number of ranks: all of it is that of the first rank."""
+    model, optimizer = plain_paddle.build()
+    load_checkpoint(folder, model, optimizer)
+    expected = pickle.loads(Path(folder, "first.pickle").read_bytes())
+    return differing(expected, whole_state(model, optimizer))

@@ -19,6 +19,7 @@ from paddle_group_sharded import (
     pipeline_parallel,
     save_checkpoint,
 )
+from paddle_group_sharded.checkpoint.read import read_manifest
 from unittests.checkpoint.whole import differing, whole_state
 from unittests.harness import fresh
 
@@ -122,6 +123,7 @@ def save_all(folder: str) -> list[str]:
         saved.append(f"{place}-{dist.get_world_size()}")
         path = f"{folder}/{saved[-1]}"
         save_checkpoint(path, model, optimizer, extra=place)
+        assert {key[2] for key in read_manifest(Path(path)).tensors if key[0] == "rank"} == {"random"}  # none drifted
         expected = whole_state(model, optimizer)
         losses = steps(model, optimizer, SAVED_AT, END)
         Path(f"{path}/{rank}.pickle").write_bytes(pickle.dumps((expected, losses)))

@@ -62,3 +62,12 @@ def test_another_scheduler_is_found_before_anything_is_changed(ranks: Ranks, tmp
     ((said, unchanged),) = ranks(1).run(WORKER, "other_scheduler", str(tmp_path))
     assert "has the state of another scheduler than ReduceOnPlateau, which keeps cooldown_counter" in said
     assert unchanged
+
+
+def test_plain_models_that_differ_between_ranks_are_not_mixed(ranks: Ranks, tmp_path: Path) -> None:
+    by_rank = ranks(2).run(WORKER, "independent", str(tmp_path))
+    assert [differing for differing, _ in by_rank] == [[], []]
+    (said,) = by_rank[0][1]
+    assert "ranks hold different values of scale and of " in said and by_rank[1][1] == []
+    assert ranks(1).run(WORKER, "first_of_them", str(tmp_path)) == [[]]
+    assert ranks(3).run(WORKER, "first_of_them", str(tmp_path)) == [[]] * 3
