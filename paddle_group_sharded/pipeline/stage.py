@@ -20,7 +20,7 @@ from paddle.autograd import PyLayer
 from .boundary import needs_grad, pack, slots_with_grad, unpack
 from .weight_grad import Pending, WeightGrads
 
-__all__ = ["Outgoing", "Stage"]
+__all__ = ["Parcel", "Stage"]
 
 Tensor = Any
 Layers = Callable[[int, Any], Any]  # (micro-batch, input) -> output
@@ -88,8 +88,8 @@ class _Kept:
 
 
 @dataclass
-class Outgoing:
-    """What a forward made: what :func:`.boundary.pack` returns."""
+class Parcel:
+    """What crosses into a stage or out of it: what :func:`.boundary.pack` returns."""
 
     structure: Any
     tensors: list[Tensor]
@@ -118,19 +118,19 @@ class Stage:
         self._kept.clear()
         self._pending.clear()
 
-    def forward(self, micro_batch: int, incoming: Outgoing) -> Outgoing:
+    def forward(self, micro_batch: int, incoming: Parcel) -> Parcel:
         """Run the layers on what came, and keep what the backward needs."""
         kept, value = self._enter(micro_batch, incoming)
         structure, tensors = pack(self._run(micro_batch, value), self.name)
         kept.ends = [_End(tensor) for tensor in tensors if needs_grad(tensor)]
-        return Outgoing(structure, tensors)
+        return Parcel(structure, tensors)
 
-    def forward_loss(self, micro_batch: int, incoming: Outgoing, loss_of: Callable[[Any], Tensor]) -> None:
+    def forward_loss(self, micro_batch: int, incoming: Parcel, loss_of: Callable[[Any], Tensor]) -> None:
         """:meth:`forward` of the last stage; ``loss_of`` makes of the output what is differentiated."""
         kept, value = self._enter(micro_batch, incoming)
         kept.loss = loss_of(self._run(micro_batch, value))
 
-    def infer(self, micro_batch: int, incoming: Outgoing) -> Any:
+    def infer(self, micro_batch: int, incoming: Parcel) -> Any:
         """Run the layers and keep nothing; the output as it is."""
         return self._run(micro_batch, unpack(incoming.structure, incoming.tensors))
 
@@ -157,7 +157,7 @@ class Stage:
         """The second half: what the first has put off."""
         self._pending.pop(micro_batch).compute()
 
-    def _enter(self, micro_batch: int, incoming: Outgoing) -> tuple[_Kept, Any]:
+    def _enter(self, micro_batch: int, incoming: Parcel) -> tuple[_Kept, Any]:
         """What is kept of a forward, and the value that the layers get."""
         needing = slots_with_grad(incoming.structure)
         kept = self._kept[micro_batch] = _Kept([])
