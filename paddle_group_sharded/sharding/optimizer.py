@@ -167,7 +167,8 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
     def _build_units(self) -> dict[ShardedParam, Unit]:
         rank = self._engine.comm.rank
         if self._whole:
-            return {param: WholeUnit(param, self._master) for param in self._params if self._owners[param] == rank}
+            own = (param for param in self._params if self._owners[param] == rank)
+            return {param: WholeUnit(param, self._master, self.offload) for param in own}
         # A parameter of no elements has no piece, but states as unsharded: they are rank 0's.
         owned = (
             param
@@ -317,6 +318,7 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
                 if isinstance(unit, WholeUnit):
                     slot = group.layout.slots[param.index]
                     grad = flat_view(full_grad, slot.start, slot.stop).reshape(unit.tensor.shape)
+                    grad = grad.cpu() if unit.on_host else grad
                     grads[param] = grad if grad.dtype == unit.tensor.dtype else grad.astype(unit.tensor.dtype)
                     unit.load(group.full)
             group.release()
