@@ -11,6 +11,7 @@ import paddle
 from .paddle_compat import innermost_optimizer
 
 __all__ = [
+    "auto_casts",
     "clip_of",
     "conv_options",
     "step_with_scaler",
@@ -20,6 +21,11 @@ __all__ = [
 ]
 
 Tensor = Any
+
+
+def auto_casts() -> bool:
+    """Whether an ``auto_cast`` is in force that changes the dtypes in which operations compute."""
+    return int(paddle.base.framework._dygraph_tracer()._amp_level) != 0
 
 
 def conv_options(layer: Any) -> Optional[dict[str, Any]]:

@@ -94,3 +94,20 @@ def test_update_scale_without_anything_to_step(overflow: bool) -> None:
     scaler = enabled_scaler(init_loss_scaling=4.0, incr_every_n_steps=1, decr_every_n_nan_or_inf=1)
     compat.update_scale(scaler, overflow)
     assert float(scaler._scale.reshape([]).item()) == (2.0 if overflow else 8.0)
+
+
+def test_auto_casts_tells_whether_dtypes_are_changed() -> None:
+    from paddle.base import core, framework
+
+    tracer = framework._dygraph_tracer()
+    assert not compat.auto_casts()
+    with paddle.amp.auto_cast(enable=False):
+        assert not compat.auto_casts()
+    before = tracer._amp_level
+    try:
+        for level in (core.AmpLevel.O1, core.AmpLevel.O2):  # auto_cast sets it on accelerators only
+            tracer._amp_level = level
+            assert compat.auto_casts()
+    finally:
+        tracer._amp_level = before
+    assert not compat.auto_casts()

@@ -54,6 +54,11 @@ class Chunk:
                 x = run(x)
         return x
 
+    def parameters(self) -> list[Any]:
+        """Parameters of all layers; one that several of them share stands there once."""
+        found = {id(param): param for layer in self.layers for param in _parameters(layer)}
+        return list(found.values())
+
     def _segments(self) -> Iterator[tuple[int, int]]:
         step = self.recompute_interval or len(self.layers)
         for start in range(0, len(self.layers), step):

@@ -17,10 +17,12 @@ from typing import Any, NamedTuple, Optional, Union
 import paddle
 
 from ..comm import Comm, create_comm
-from ..errors import UsageError
+from ..comm.agreement import agree
+from ..errors import GroupShardedError, UsageError
 from .action import Kind, Plan, round_robin
 from .batches import Batch, cut
 from .chunk import Chunk
+from .desc import is_shared_desc
 from .layer import PipelineLayer
 from .losses import Losses, LossMeter
 from .lowering import add_grad_reduce, add_transfers
@@ -36,8 +38,6 @@ from .step_seeds import seed_layer
 from .weight_grad import WeightGrads
 
 __all__ = ["Engine", "Result"]
-
-Tensor = Any
 
 
 class Result(NamedTuple):
@@ -123,6 +123,8 @@ class Engine:
         if training or not self._has_trained:
             self.runner, self._has_trained = runner, training
         self._layer.shared.synchronize_if_changed()
+        if training:
+            self._layer.shared.begin_gradients()
         meter = None
         if loss_index is not None and self._holds_last:
             meter = LossMeter(self._layer, batch.labels, batch.sizes, loss_index, scale)
@@ -191,7 +193,7 @@ class Engine:
         average = self._links.average
         if average is not None:
             order = [action.stage for action in plan.actions[self._grid.stage] if action.kind is Kind.REDUCE]
-            params = {stage: _params(self._chunks[stage]) for stage in self._stages}
+            params = {stage: self._chunks[stage].parameters() for stage in self._stages}
             average.expect(params_by_reduction(order, params))
         begin = (lambda stage: None) if average is None else average.begin
         return Runner(plan, self._grid.stage, self._stages, self._links.mail, begin)
@@ -204,9 +206,18 @@ class Engine:
         return _Links(mail, ReplicaAverage(comm), comm)
 
     def _finish_gradients(self) -> None:
-        if self._links is not None and self._links.average is not None:
-            self._links.average.finish()
-        self._layer.shared.reduce_gradients()
+        """Averages, then sums of shared weights; what raises on the ranks that take part raises on all."""
+        average = None if self._links is None else self._links.average
+        if average is None and not any(is_shared_desc(entry) for entry in self._layer.descs):
+            return
+        problem: Optional[GroupShardedError] = None
+        try:
+            if average is not None:
+                average.finish()
+            self._layer.shared.reduce_gradients()
+        except GroupShardedError as error:
+            problem = error
+        agree((self._comm,), "gradients", problem)
 
     def _tell(self, error: Exception) -> None:
         if self._links is not None:
@@ -235,8 +246,3 @@ class Engine:
 
 def _name(chunk: Chunk) -> str:
     return f"stage {chunk.virtual_stage} (layers {chunk.start} to {chunk.stop - 1})"
-
-
-def _params(chunk: Chunk) -> list[Tensor]:
-    layers = [getattr(layer, "layer", layer) for layer in chunk.layers]  # of a shared layer with a forward of its own
-    return [param for layer in layers if isinstance(layer, paddle.nn.Layer) for param in layer.parameters()]

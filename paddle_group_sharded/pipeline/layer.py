@@ -15,7 +15,7 @@ from .build import build_layers, check_built_layers, equalize_built_layers, func
 from .chunk import Chunk
 from .desc import class_name, is_shared_desc
 from .grid import Grid
-from .layer_state import load_layers, state_of_layers
+from .layer_state import load_layers, own_names, state_of_layers
 from .naming import own_namespace
 from .paddle_members import PaddleMembers
 from .plan_layers import LayerPlan, plan_layers
@@ -113,12 +113,12 @@ class PipelineLayer(PaddleMembers, nn.Layer):  # type: ignore[misc]  # Paddle is
         """The whole model as an ordinary layer of one process, with sublayers ``"0"``, ``"1"`` ...; not collective.
 
         It is built anew: with one stage it has the present weights, with several the initial ones of all stages.
-        Raises :class:`UsageError` if the list has built layers, of which no second one can be made.
+        Raises :class:`UsageError` if the list has built layers that another rank keeps.
         """
-        built = [index for index, entry in enumerate(self.descs) if isinstance(entry, (nn.Layer, Elsewhere))]
-        if built:
+        elsewhere = [index for index, entry in enumerate(self.descs) if isinstance(entry, Elsewhere)]
+        if elsewhere:
             raise UsageError(
-                f"layer {built[0]} of the list stands there as a built layer, of which no copy can be made; describe "
+                f"layer {elsewhere[0]} of the list stands there as a built layer, which another rank keeps; describe "
                 f"it with LayerDesc"
             )
         model = sequential_model(self.descs, self._plan.base_seed, self._plan.names, self.recompute_interval)
@@ -147,6 +147,17 @@ class PipelineLayer(PaddleMembers, nn.Layer):  # type: ignore[misc]  # Paddle is
         all ranks are given the same, and else after ``shared.synchronize()``.
         """
         return load_layers(self._own, self.shared, len(self.descs), state_dict)
+
+    def set_state_dict(self, state_dict: Mapping[str, Any], use_structured_name: bool = True) -> Any:
+        """Paddle's method, which also takes names of the one-process model and any name of a shared weight.
+
+        Like :meth:`set_layer_state_dict`, it is not collective.
+        """
+        if use_structured_name:
+            state_dict = own_names(super().state_dict(), self._own, self.shared, state_dict)
+        return super().set_state_dict(state_dict, use_structured_name)
+
+    set_dict = load_dict = set_state_dict
 
     def table(self) -> str:
         """Layers, parameters, bytes, balance and better bounds per stage, for people."""

@@ -17,7 +17,7 @@ import paddle
 from ..comm import Comm, create_comm
 from ..comm.agreement import agree
 from ..errors import UsageError
-from ..paddle_compat import flat_view, grad_of, host_view, is_sparse
+from ..paddle_compat import drop_grad, flat_view, grad_of, host_view, is_sparse
 from .desc import is_shared_desc
 from .grid import Grid, Ranks
 from .segment import Segmentation
@@ -132,9 +132,20 @@ class SharedWeights:
                     with paddle.no_grad():
                         key.comm.broadcast(param, key.first, _label(key, position)).wait()
 
-    def reduce_gradients(self) -> None:
-        """Sum the gradients of every copy over the ranks, once per step.  Collective over the owners.
+    def begin_gradients(self) -> None:
+        """A pass begins that adds to the gradients, summed or not yet there; no communication.
 
+        The copies of a sum that an earlier pass has left are dropped but for the first owner's, or
+        :meth:`reduce_gradients` would count it once per copy.
+        """
+        for key in self._spread():
+            for param in () if key.is_first else key.params:
+                drop_grad(param)
+
+    def reduce_gradients(self) -> None:
+        """Sum the gradients of every copy over the ranks, once per pass.  Collective over the owners.
+
+        Gradients that are to accumulate over several passes need :meth:`begin_gradients` before each.
         A copy without a gradient counts as zero; where no copy has one, none gets one, as in one process.  Raises
         :class:`UsageError` on all owners if a weight is frozen on some ranks only, or has sparse gradients.
         """

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from paddle_group_sharded.__main__ import main
+from paddle_group_sharded.checkpoint.dtypes import CODES
 from unittests.harness import Ranks
 
 WORKER = "unittests.checkpoint.dygraph_convert"
@@ -194,3 +197,17 @@ def test_a_machine_smaller_than_the_model(run: Run, tmp_path: Path) -> None:
         assert peak < (9 if words[0] == "diff" else 2.6) * tensor, words
     merged = load_file(tmp_path / "all.safetensors")
     assert all(merged[name].tobytes() == array.tobytes() for name, array in arrays.items())
+
+
+def test_the_reader_of_the_documentation(ranks: Ranks, saved: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "checkpoint_format.md").read_text(encoding="utf-8")
+    assert all(f"`{name}`" in text for name in CODES)
+    space: dict[str, Any] = {}
+    exec(text.partition("```python\n")[2].partition("```")[0], space)
+    expected = pickle.loads((saved / "rich.pickle").read_bytes())
+    names = [key.removeprefix("model ") for key in expected if key.startswith("model ")]
+    assert "head.weight" in names and len(names) == 17
+    for name in names:
+        found = space["read"](saved / "rich", name)
+        assert found.shape == expected[f"model {name}"].shape
+        assert found.tobytes() == expected[f"model {name}"].tobytes()

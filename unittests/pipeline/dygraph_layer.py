@@ -310,6 +310,7 @@ def refusals() -> list[str]:
         lambda: PipelineLayer([linear, nn.Linear], **two),
         lambda: PipelineLayer(different, **two),
         lambda: PipelineLayer([linear, LayerDesc(FailsOnRank1)], **two),
+        lambda: PipelineLayer([LayerDesc(FailsOnRank1), linear], **two),
         lambda: PipelineLayer([linear, LayerDesc(nn.Linear, 2)], **two),
         lambda: PipelineLayer([built, F.relu, built], **two),
         lambda: PipelineLayer([linear, linear], loss_fn=Weighted(), **two),
@@ -320,7 +321,7 @@ def refusals() -> list[str]:
         lambda: PipelineLayer([linear] * 4, num_virtual_pipeline_stages=2, **two)(paddle.rand([1, 2])),
         lambda: PipelineLayer([linear] * 4, **two)(paddle.rand([1, 2]), chunk_id=1),
         lambda: PipelineLayer([linear] * 4, **two).compute_loss(paddle.rand([1]), paddle.rand([1])),
-        lambda: PipelineLayer([built, linear], **two).to_sequential(),
+        lambda: PipelineLayer([nn.Linear(2, 2), nn.Linear(2, 2)], **two).to_sequential(),
         lambda: PipelineLayer([linear, linear], **two).set_layer_state_dict({f"{rank}.bias": paddle.zeros([3])}),
     ]
     return [message_of(make) for make in makers]
@@ -332,6 +333,42 @@ def one_process() -> list[str]:
 
 
 # --------------------------------------------------------------------------------------------------- what may be given
+
+
+def loaded_by_paddles_method(num_chunks: int) -> dict[str, Any]:
+    """A9: ``set_state_dict`` with a state of one process, under either name of the tied weight, and with its own."""
+    layer = PipelineLayer(rich_descs(), 2, num_virtual_pipeline_stages=num_chunks)
+    whole = layer.to_sequential().state_dict()
+    seen: dict[str, Any] = {}
+    for number, missing in enumerate(("0.weight", "11.weight")):
+        state = {name: paddle.full_like(value, number + 2.0) for name, value in whole.items() if name != missing}
+        result = layer.set_state_dict(state)
+        if result is not None:  # Paddle 2.6 returns nothing
+            assert result[0] == []
+        held = layer.layer_state_dict()
+        seen[missing] = sorted({float(value.mean().item()) for value in held.values()})
+    own = {name: paddle.full_like(value, 5.0) for name, value in layer.state_dict().items()}
+    layer.set_state_dict(own)
+    seen["own"] = sorted({float(value.mean().item()) for value in layer.layer_state_dict().values()})
+    some = next(name for name in own if name.endswith("proj.weight") or name.endswith("1.weight"))
+    layer.set_dict({some: paddle.full_like(own[some], 6.0)})
+    seen["some"] = float(layer.state_dict()[some].mean().item())
+    return seen
+
+
+def built_and_copied() -> dict[str, Any]:
+    """One process: built layers, one of them twice, and their copies in ``to_sequential()``."""
+    built = nn.Linear(4, 4)
+    layer = PipelineLayer([built, F.relu, built, nn.BatchNorm1D(4), LayerDesc(nn.Linear, 4, 2)])
+    copied = layer.to_sequential()
+    x = paddle.rand([3, 4])
+    first, second = getattr(copied, "0"), getattr(copied, "2")
+    return {
+        "same": float((copied(x) - layer(x)).abs().max().item()),
+        "names": [param.name for param in copied.parameters()] == [param.name for param in layer.parameters()],
+        "shared": first is second and first is not built and first.weight is not built.weight,
+        "count": len(copied.parameters()),
+    }
 
 
 def foreign_descs() -> dict[str, Any]:

@@ -91,13 +91,17 @@ def train(num_stages: int, num_chunks: int = 1, optimizer: str = "AdamW") -> dic
     theirs = make(RATE, parameters=list(plain.values()))
     worst = 0.0
     for step in range(STEPS):
-        for index, held in layer.named_layers():
-            for name, param in held.named_parameters():
-                if f"{index}.{name}" != "4.b" and not param.stop_gradient:  # one copy without a gradient counts as zero
-                    value = paddle.to_tensor(gradient(index, name, param.shape, step))
+        passes = 1 + step % 2  # gradients may add up over several passes
+        for _ in range(passes):
+            layer.shared.begin_gradients()
+            for index, held in layer.named_layers():
+                for name, param in held.named_parameters():
+                    if f"{index}.{name}" == "4.b":
+                        continue  # one copy without a gradient counts as zero
+                    value = paddle.to_tensor(gradient(index, name, param.shape, step)) / passes
                     turned = index in (0, 4) and param.ndim == 2  # gives a gradient that is not contiguous
                     (param.t() * value.t() if turned else param * value).sum().backward()  # one rank accumulates
-        layer.shared.reduce_gradients()
+            layer.shared.reduce_gradients()
         for first, names in TIES.items():
             parts = [name.partition(".") for name in names if name != "4.b"]
             grads = [gradient(int(index), name, plain[first].shape, step) for index, _, name in parts]

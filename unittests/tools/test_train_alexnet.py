@@ -4,20 +4,22 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+from launching import launch  # runs a subprocess
 
 from unittests.harness.ports import PortLease
 from unittests.tools import TOOLS
 
-pytest.importorskip("sklearn")
-pytest.importorskip("matplotlib")
-
-from launching import launch  # noqa: E402  (runs a subprocess)
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("sklearn") is None or importlib.util.find_spec("matplotlib") is None,
+    reason="needs the extra plot",
+)
 
 
 def run(folder: Path, ranks: int, *arguments: str) -> tuple[int, str]:
