@@ -27,6 +27,7 @@ from corpus import Corpus, CorpusError, Windows
 from gpt import GPT, GPTConfig, generate
 from gpt_pipeline import PipelineTrainer
 from paddle.distributed import fleet
+from train_checkpoints import Checkpoints
 from train_options import STATE_FILE, parse, read_state
 from train_report import Measured, progress_bar, say, table
 
@@ -236,7 +237,7 @@ def read_back(options: Any, corpus: Corpus) -> str:
     )
 
 
-def train(trainer: Union[Trainer, Stages], start: int) -> float:
+def train(trainer: Union[Trainer, Stages], start: int, checkpoints: Optional[Checkpoints]) -> float:
     """Steps ``start`` to the end, with a progress bar on rank 0; the last validation loss."""
     options = trainer.options
     stop = last_step(options)
@@ -254,6 +255,8 @@ def train(trainer: Union[Trainer, Stages], start: int) -> float:
                 say(bar, f"step {done}: validation loss {trainer.validate():.4f}")
             if options.save_every and done % options.save_every == 0 and done < stop:
                 trainer.save(done)
+            if checkpoints is not None:
+                checkpoints.after_step(done, last=done == stop)
         validation = trainer.validate()
         say(bar, f"step {stop}: validation loss {validation:.4f}")
     return validation
@@ -270,13 +273,17 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
         Path(options.save).mkdir(parents=True, exist_ok=True)
         ranks = Ranks()
         trainer: Any = (Trainer if options.stages == 1 else Stages)(options, corpus, ranks)
-        start = 0 if options.resume is None else trainer.resume()
+        checkpoints = None if options.checkpoint is None else Checkpoints(trainer)
+        start = 0 if checkpoints is None else checkpoints.restore()
+        if options.resume is not None and start == 0:
+            start = trainer.resume()
         if start >= last_step(options):
-            return refuse(f"--resume {options.resume}: it has done its {start} steps; ask for more with --steps")
+            folder = options.checkpoint or options.resume
+            return refuse(f"{folder}: it has done its {start} steps; ask for more with --steps")
         if ranks.rank == 0:
             sizes = f"{len(corpus.train):,} bytes to train on, {len(corpus.validation):,} held out"
             print(f"{corpus.source}: {sizes}", flush=True)
-        validation = train(trainer, start)
+        validation = train(trainer, start, checkpoints)
         summary = summarize(trainer, validation)
         trainer.save(trainer.scheduler.last_epoch)
     except (CorpusError, CheckpointError, UsageError, OSError) as error:

@@ -16,7 +16,7 @@ STATE_FILE = "train_gpt.json"  # beside model.pdmodel and model.pdopt: the step,
 # They describe the saved weights and the order of the data: a resumed run cannot have others.
 FIXED = ("layers", "width", "heads", "seq", "data", "batch", "seed", "amp", "amp_dtype")
 # They belong to one launch and are not inherited.
-OWN = ("save", "resume", "stop_at")
+OWN = ("save", "resume", "stop_at", "checkpoint")
 # bf16: weights, gradients and what is sent are bfloat16; the optimizer steps float32 masters of its pieces.
 AMP = ("none", "O1", "O2", "bf16")
 
@@ -54,6 +54,7 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace, ranks: 
     """Bounds and divisibility, each with what is allowed."""
     least = {"layers": 1, "width": 1, "heads": 1, "seq": 2, "batch": 1, "steps": 1, "accumulate": 1, "warmup": 0}
     least.update({"eval_every": 0, "save_every": 0, "seed": 0, "sample": 0, "stop_at": 1, "stages": 1})
+    least["checkpoint_every"] = 1
     for name, bound in least.items():
         if getattr(options, name) is not None and getattr(options, name) < bound:
             parser.error(f"{_flag(name)} {getattr(options, name)}: expected {bound} or more")
@@ -132,6 +133,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--save", metavar="DIR", default="output/gpt", help="folder of the trained model")
     add("--save-every", type=int, default=0, help="steps between two savings; 0: only at the end")
     add("--resume", metavar="DIR", help="continue the run saved there: its options are the defaults")
+    add("--checkpoint", metavar="DIR", help="save the run there, and go on with what is there: survives a kill")
+    add("--checkpoint-every", type=int, default=50, help="steps between two checkpoints")
     add("--stop-at", type=int, metavar="STEP", help="save and end there, however many --steps are planned")
     add("--sample", type=int, default=300, help="bytes of text that the trained model writes")
     add("--temperature", type=float, default=0.7, help="of the sample; lower: less surprising")

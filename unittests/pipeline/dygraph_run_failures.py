@@ -16,6 +16,7 @@ from paddle_group_sharded import (
     LayerDesc,
     PipelineLayer,
     PipelineParallel,
+    SharedLayerDesc,
     group_sharded_parallel,
     pipeline_parallel,
 )
@@ -97,6 +98,27 @@ def failures(num_stages: int) -> dict[str, Any]:
     layer.loss_fns[0] = lambda output, label: F.cross_entropy(output, label, reduction="none")
     results["not a number"] = message(lambda: model.train_batch([x, y], optimizer))
     return {"messages": results, "weights": distance(plain, model), "prompt": seconds < 5}
+
+
+def sparse(num_stages: int) -> list[str]:
+    """Gradients that cannot be summed, found by the ranks that hold them, after or while the plan runs."""
+
+    def head(layer: nn.Layer, x: Tensor) -> Tensor:
+        return paddle.matmul(x, layer.weight, transpose_y=True)
+
+    tied = [
+        SharedLayerDesc("word", nn.Embedding, None, "weight", 7, 6, sparse=True),
+        LayerDesc(nn.Linear, 6, 6),
+        SharedLayerDesc("word", nn.Embedding, head, "weight", 7, 6),
+    ]
+    alone = [LayerDesc(nn.Embedding, 7, 6, sparse=True), LayerDesc(nn.Linear, 6, 6), LayerDesc(nn.Linear, 6, 7)]
+    messages = []
+    for entries in (tied, alone):
+        layer = PipelineLayer(entries, num_stages=num_stages, loss_fn=LOSS)
+        model, optimizer = pipeline_parallel(layer, paddle.optimizer.SGD(0.1, parameters=layer.parameters()), 2)
+        data = [paddle.randint(0, 7, [4, 3]), paddle.randint(0, 7, [4, 3])]
+        messages.append(message(lambda model=model, optimizer=optimizer, data=data: model.train_batch(data, optimizer)))
+    return messages
 
 
 def killed() -> list[str]:

@@ -138,18 +138,24 @@ def scaling(world_size: int) -> dict[str, Any]:
         ]
 
     seen: dict[str, Any] = {"weights": 0.0, "scales": [], "skipped": []}
-    for at in range(2):
+    for at, by_hand in ((0, False), (1, False), (1, True)):
         state = {"step": 0, "at": at}
         plain, layer = pair(lambda state=state: entries(state), num_stages=world_size, loss_fn=LOSS)
         reference, reference_scaler = build(plain, PlainScaler)
-        ours, scaler = build(layer, paddle.amp.GradScaler)
+        ours, scaler = build(layer, PlainScaler if by_hand else paddle.amp.GradScaler)
         model, optimizer = pipeline_parallel(layer, ours, 2)
         for step in range(6):
             state["step"] = step
             batch = batch_of(step)
             with mock.patch.object(amp_global_state(), "amp_dtype", "float16"):  # as in auto_cast on an accelerator
                 expected = accumulate(plain, LOSS, batch, 2, scale=reference_scaler.scale)
-                loss = float(model.train_batch(batch, optimizer, scaler=scaler).item())
+                if by_hand:
+                    loss = float(model.forward_backward_pipeline(batch, scaler).item())
+                    scaler.step(optimizer)
+                    scaler.update()
+                    optimizer.clear_grad()
+                else:
+                    loss = float(model.train_batch(batch, optimizer, scaler=scaler).item())
             reference_scaler.step(reference)
             reference_scaler.update()
             reference.clear_grad()
@@ -158,7 +164,8 @@ def scaling(world_size: int) -> dict[str, Any]:
             seen["scales"].append(scales)
         seen["weights"] = max(seen["weights"], distance(plain, model))
         seen["skipped"].append(optimizer.skipped_steps)
-        model.train_batch(batch_of(9), optimizer, scaler=paddle.amp.GradScaler(enable=False))
+        if not by_hand:
+            model.train_batch(batch_of(9), optimizer, scaler=paddle.amp.GradScaler(enable=False))
         model.close()
     return seen
 

@@ -24,6 +24,8 @@ class Nested(nn.Layer):
         super().__init__()
         attr = paddle.ParamAttr(learning_rate=0.5, regularizer=paddle.regularizer.L2Decay(0.1), trainable=trainable)
         self.inner = nn.Embedding(rows, WIDTH, weight_attr=attr)
+        self.again = nn.Embedding(rows, WIDTH)
+        self.again.weight = self.inner.weight  # tied in itself
         self.bias = self.create_parameter([WIDTH], is_bias=True)
 
     @property
@@ -66,7 +68,7 @@ def gradient(index: int, name: str, shape: Any, step: int) -> Any:
 
 
 TIES = {  # the same weights, by hand: first owner's name -> all owners
-    "0.inner.weight": ["0.inner.weight", "3.weight", "5.inner.weight"],
+    "0.inner.weight": ["0.inner.weight", "0.again.weight", "3.weight", "5.inner.weight", "5.again.weight"],
     "1.a": ["1.a", "4.a"],
     "1.b": ["1.b", "4.b"],
 }
@@ -103,7 +105,7 @@ def train(num_stages: int, num_chunks: int = 1, optimizer: str = "AdamW") -> dic
                     (param.t() * value.t() if turned else param * value).sum().backward()  # one rank accumulates
             layer.shared.reduce_gradients()
         for first, names in TIES.items():
-            parts = [name.partition(".") for name in names if name != "4.b"]
+            parts = [name.partition(".") for name in names if name != "4.b" and "again" not in name]
             grads = [gradient(int(index), name, plain[first].shape, step) for index, _, name in parts]
             plain[first].grad = paddle.to_tensor(np.sum(grads, 0))
         for each in (ours, theirs):

@@ -38,6 +38,17 @@ def test_all_ranks_stop_with_the_one_that_fails(ranks: Ranks, world_size: int, n
                 assert "'ends here'" in message and message.endswith("; this rank stopped with it"), message
 
 
+@pytest.mark.parametrize(("world_size", "num_stages"), [(3, 3), (2, 1)])
+def test_sparse_gradients_are_refused_by_all(ranks: Ranks, world_size: int, num_stages: int) -> None:
+    for rank, (tied, alone) in enumerate(ranks(world_size).run(WORKER, "sparse", num_stages)):
+        other = "rank 0: " if rank == 1 else ""
+        if num_stages == 3:
+            assert tied.startswith(f"UsageError: {other}shared 'word' (0.weight, 2.weight) has sparse gradients"), tied
+            assert alone == ""
+        else:
+            assert alone.startswith("UsageError: ") and "has sparse gradients, which cannot be averaged" in alone, alone
+
+
 def test_a_rank_is_killed() -> None:
     results = run_fresh(3, WORKER, "killed", expect_exit={1: -9})
     for rank in (0, 2):
