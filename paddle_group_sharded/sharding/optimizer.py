@@ -238,7 +238,8 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
         comm.all_reduce(vector, "gradients used and their norms").wait()
         some_written, left, *values = vector.tolist()
         if some_written:
-            raise next(filter(None, comm.exchange(written, "parameters changed in a forward")))
+            written = next(filter(None, comm.exchange(written, "parameters changed in a forward")))
+            raise written
         flags = [left, *values[: len(params)]]
         if dp_comm.world_size > 1:
             over_replicas = paddle.to_tensor(flags, dtype="float64")
