@@ -154,7 +154,7 @@ class Manifest:
         for key, entry in self.tensors.items():
             problem = tiling_problem(entry.numel, [(piece.start, piece.stop) for piece in entry.pieces])
             if problem:
-                raise CheckpointError(f"{path}: {key_text(key)} {list(entry.shape)}: {problem}")
+                raise CheckpointError(f"{path} is damaged at {key_text(key)} {list(entry.shape)}: {problem}")
             for piece in entry.pieces:
                 if piece.file not in self.files or "/" in piece.file:
                     raise CheckpointError(f"{path}: {key_text(key)} lies in {piece.file!r}, which is not listed")
@@ -204,7 +204,7 @@ def _parse(content: bytes, path: str) -> dict[str, Any]:
     try:
         body = json.loads(content)
     except ValueError as error:  # also a byte that is no text
-        raise CheckpointError(f"{path} is damaged: {error}") from error
+        raise CheckpointError(f"{path} is damaged, expected JSON: {error}") from error
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise CheckpointError(f"{path} is no manifest of a checkpoint; expected a file of save_checkpoint")
     if body.get("version") != VERSION:

@@ -77,7 +77,7 @@ def _open_safetensors(folder: Path, names: list[str]) -> Contents:
         for name in names:
             for key, entry in files.entries(name).items():
                 if ("model", key) in tensors:
-                    raise CheckpointError(f"{folder / name}: {key!r} is in another file too")
+                    raise CheckpointError(f"{folder / name}: {key!r} is in another file too, expected each name once")
                 tensors["model", key] = LazyTensor(
                     entry.dtype, entry.shape, functools.partial(_read_slice, files, name, key, entry.dtype)
                 )

@@ -172,7 +172,7 @@ class TensorFiles:
         while done < content.nbytes:
             count = os.preadv(file.fileno(), [content[done:]], offset + done)
             if count == 0:
-                raise CheckpointError(f"{self.folder / name} is truncated: it ends at byte {offset + done}")
+                raise CheckpointError(f"{self.folder / name} is truncated, expected more than {offset + done} bytes")
             done += count
 
     def _file(self, name: str) -> tuple[BinaryIO, dict[str, FileEntry]]:
@@ -217,5 +217,5 @@ def _file_entry(key: str, value: Any, base: int, file_size: int, path: Path) -> 
     if not 0 <= start <= stop or stop - start != size:
         raise ValueError(f"{key!r} {list(shape)} of {dtype} lies at bytes {start} to {stop}")
     if base + stop > file_size:
-        raise CheckpointError(f"{path} is truncated: {key!r} ends at byte {base + stop}, the file at {file_size}")
+        raise CheckpointError(f"{path} is truncated, expected {base + stop} bytes for {key!r}, got {file_size}")
     return FileEntry(dtype, shape, base + start, size)

@@ -106,7 +106,9 @@ class PipelineLayer(PaddleMembers, nn.Layer):  # type: ignore[misc]  # Paddle is
     def compute_loss(self, output: Any, label: Any, index: int = 0) -> Tensor:
         """What loss function number ``index`` says of the model's ``output`` and the ``label``."""
         if not 0 <= index < len(self.loss_fns):
-            raise UsageError(f"there are {len(self.loss_fns)} loss functions, got index {index}; pass loss_fn=...")
+            raise UsageError(
+                f"there are {len(self.loss_fns)} loss functions, got index {index}; they come from loss_fn"
+            )
         return self.loss_fns[index](output, label)
 
     def to_sequential(self) -> SequentialModel:

@@ -145,7 +145,7 @@ class Fusion:
         unit, factor = step
         if unit not in self._history:
             self._history[unit] = self._scalars(unit), 0
-        if unit.param.group.gradients.of(unit.param.index) is None:
+        if not unit.param.group.gradients.has(unit.param.index):
             return None
         tensor = unit.param.tensor
         options = (tensor.optimize_attr.get("learning_rate"), tensor.regularizer, getattr(tensor, "need_clip", True))

@@ -167,7 +167,8 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
     def _build_units(self) -> dict[ShardedParam, Unit]:
         rank = self._engine.comm.rank
         if self._whole:
-            return {param: WholeUnit(param, self._master) for param in self._params if self._owners[param] == rank}
+            own = (param for param in self._params if self._owners[param] == rank)
+            return {param: WholeUnit(param, self._master, self.offload) for param in own}
         # A parameter of no elements has no piece, but states as unsharded: they are rank 0's.
         owned = (
             param
@@ -237,7 +238,8 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
         comm.all_reduce(vector, "gradients used and their norms").wait()
         some_written, left, *values = vector.tolist()
         if some_written:
-            raise next(filter(None, comm.exchange(written, "parameters changed in a forward")))
+            written = next(filter(None, comm.exchange(written, "parameters changed in a forward")))
+            raise written
         flags = [left, *values[: len(params)]]
         if dp_comm.world_size > 1:
             over_replicas = paddle.to_tensor(flags, dtype="float64")
@@ -317,6 +319,7 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
                 if isinstance(unit, WholeUnit):
                     slot = group.layout.slots[param.index]
                     grad = flat_view(full_grad, slot.start, slot.stop).reshape(unit.tensor.shape)
+                    grad = grad.cpu() if unit.on_host else grad
                     grads[param] = grad if grad.dtype == unit.tensor.dtype else grad.astype(unit.tensor.dtype)
                     unit.load(group.full)
             group.release()
