@@ -43,8 +43,9 @@ def parity(world_size: int, runs: list[tuple[Any, int, int]], dropout: float, st
         name = f"{schedule} {chunks} {count}"
         if schedule == "file":
             plan = one_f_one_b(world_size, count)
-            with open(f"plan{paddle.distributed.get_rank()}.txt", "w") as out:
-                out.write(str(plan))
+            ending, text = ("txt", str(plan)) if count % 4 else ("csv", plan.to_csv())
+            with open(f"plan{paddle.distributed.get_rank()}.{ending}", "w") as out:
+                out.write(text)
             schedule = out.name
         elif schedule == "plan":
             schedule = mixed_plan(world_size, count)

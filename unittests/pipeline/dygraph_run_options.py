@@ -262,7 +262,19 @@ def modes(world_size: int) -> dict[str, Any]:
             evaluate(batch_of(60, 1))
             evaluate(batch_of(61, 9))
     assert not any(param.grad is not None and param.grad.abs().max() > 0 for param in layer.parameters())
-    return {"worst": worst, "weights": distance(plain, model), "runs": model._engine.random_step}
+    seen = {"worst": worst, "weights": distance(plain, model), "runs": model.random_step}
+    # A run that goes on from these weights, in another process as it might be, draws the same random numbers.
+    fresh(9)
+    again = PipelineLayer(entries(), num_stages=world_size, loss_fn=LOSS, seed=layer.base_seed)
+    resumed, its_optimizer = pipeline_parallel(
+        again, optim.SGD(0.1, parameters=again.parameters()) if params else None, 2, "gpipe"
+    )
+    assert resumed.set_state_dict(model.state_dict()) == ([], [])
+    resumed.random_step = model.random_step
+    batch = batch_of(7, 5)
+    losses = [each.train_batch(batch, own).item() for each, own in ((model, optimizer), (resumed, its_optimizer))]
+    assert losses[0] == losses[1]
+    return seen
 
 
 # ---------------------------------------------------------------------------------------------- forms of data, losses
@@ -440,6 +452,14 @@ def losses_and_schedulers(world_size: int) -> dict[str, Any]:
         assert len(found) == 2
         worst = max(worst, abs(float(found[index].item()) - expected))
         assert rate.get_lr() == reference_rate.get_lr()
+    assert (model.num_stages, model.stage_id) == (world_size, layer.grid.stage)
+    assert model.is_pipeline_first_stage() == (layer.grid.stage == 0)
+    assert model.get_static_scheduler() == model.forward_backward_pipeline(None, static_scheduler=True)
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in layer.named_parameters()]
+    assert [id(param) for param in model.parameters()] == [id(param) for param in layer.parameters()]
+    model.set_virtual_pipeline_rank(0)
+    if world_size == 1:
+        assert float((model(batch[0]) - plain(batch[0])).abs().max().item()) < 1e-5
     keys, known = ({re.sub(r"_\d+$", "", key) for key in each.state_dict()} for each in (ours, reference))
     assert keys <= known, keys - known
     return {"losses": worst, "weights": distance(plain, model), "steps": model.accumulate_steps}
