@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Optional, Union
@@ -75,6 +76,7 @@ class Engine:
         self._schedule = schedule
         self._timeout = timeout
         self._plans: dict[tuple[int, bool], Plan] = {}
+        self._prints: dict[int, str] = {}  # of training plans, by number of micro-batches
         self._weight_grads = WeightGrads(each for _, each in layer.named_layers())
         self._chunks = {chunk.virtual_stage: chunk for chunk in layer.chunks}
         self._stages = {
@@ -175,6 +177,7 @@ class Engine:
         self, data: Any, count: int, training: bool, loss_index: Optional[int], word: str
     ) -> tuple[Batch, int]:
         problem: Optional[Exception] = None
+        plan: Optional[str] = None
         batch = Batch(None, None, [], count)
         try:
             if loss_index is not None and not 0 <= loss_index < len(self._layer.loss_fns):
@@ -185,11 +188,19 @@ class Engine:
             needs_labels = loss_index is not None and self._holds_last
             batch = cut(data, count, self._holds_first, needs_labels, fewer=not training)
             if training:
-                self.plan(count)
+                plan = self._plan_print(count)
         except Exception as error:
             problem = error
-        options = {"the number of micro-batches": count, "loss_fn_idx": loss_index}
+        options = {"the number of micro-batches": count, "loss_fn_idx": loss_index, "the schedule": plan}
         return batch, agree_before(self._comm, word, problem, Facts.of(batch, options), fewer=not training)
+
+    def _plan_print(self, count: int) -> str:
+        """What a training step's plan is called, and a number that tells it from others."""
+        if count not in self._prints:
+            is_name = isinstance(self._schedule, str) and not self._schedule.lower().endswith((".txt", ".csv"))
+            name = self._schedule if is_name else "plan"  # a path may be another on every rank
+            self._prints[count] = f"{name} ({zlib.crc32(str(self.plan(count)).encode()):08x})"
+        return self._prints[count]
 
     def _make_runner(self, plan: Plan) -> Runner:
         if self._links is None:

@@ -193,6 +193,15 @@ def refusals() -> list[str]:
     return [message(call) for call in calls]
 
 
+def two_schedules() -> str:
+    """One rank has another schedule than the other."""
+    layer = PipelineLayer([LayerDesc(nn.Linear, 6, 6), LayerDesc(nn.Linear, 6, 6)], num_stages=2, loss_fn=LOSS)
+    optimizer = paddle.optimizer.SGD(0.1, parameters=layer.parameters())
+    model, ours = pipeline_parallel(layer, optimizer, 2, "1f1b" if layer.grid.stage == 0 else "gpipe")
+    data = [paddle.randn([4, 6]), paddle.randint(0, 6, [4])]
+    return message(lambda: model.train_batch(data, ours))
+
+
 def crossed_calls() -> str:
     """One rank trains while the other evaluates."""
     layer = PipelineLayer([LayerDesc(nn.Linear, 6, 6), LayerDesc(nn.Linear, 6, 6)], num_stages=2, loss_fn=LOSS)

@@ -87,6 +87,13 @@ def test_m5_n15_refusals(ranks: Ranks) -> None:
         assert len(messages) == len(expected)
 
 
+def test_ranks_have_different_schedules(ranks: Ranks) -> None:
+    first, second = ranks(2).run(WORKER, "two_schedules")
+    assert first.startswith("UsageError: the schedule differs between ranks: rank 0 has 1f1b (")
+    assert ", rank 1 has gpipe (" in first
+    assert second.startswith("UsageError: the schedule differs between ranks: rank 1 has gpipe (")
+
+
 def test_one_trains_and_one_evaluates(ranks: Ranks) -> None:
     for message in ranks(2).run(WORKER, "crossed_calls"):
         assert message.startswith("CommError: expected the same operation on every rank of the group, but rank 0 asks")
