@@ -65,6 +65,7 @@ def _settings(model: Any, optimizer: Optional[Any], extras: Extras) -> dict[str,
     settings: dict[str, Any] = {}
     if isinstance(model, PipelineParallel):
         settings["random_step"] = model.random_step
+        settings["base_seed"] = model._layers.base_seed
     inner = inner_optimizer(optimizer)
     if inner is not None:
         own = lr_scheduler(inner)

@@ -240,6 +240,7 @@ def _restore(team: Team, job: _Load, data: Any, model: Any, optimizer: Optional[
         _restore_random(team, job)
         if isinstance(model, PipelineParallel) and "random_step" in data:
             model.random_step = data["random_step"]
+            model._layers.base_seed = data["base_seed"]
 
 
 def _restore_random(team: Team, job: _Load) -> None:

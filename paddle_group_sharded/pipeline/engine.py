@@ -250,10 +250,11 @@ class Engine:
             states.restore()
 
     def _run_of(self, chunk: Chunk) -> Any:
-        base, replica = self._layer.base_seed, self._grid.replica
+        replica = self._grid.replica
 
         def run(micro_batch: int, value: Any) -> Any:
-            step = self.random_step  # as it is now, for a recompute of this pass too
+            # As they are now, for a recompute of this pass too; a checkpoint brings those of the run that goes on.
+            base, step = self._layer.base_seed, self.random_step
             return chunk(value, lambda index: seed_layer(base, step, replica, micro_batch, index))
 
         return run

@@ -65,7 +65,7 @@ def make(place: str, seed: int) -> tuple[Any, Any]:
             num_stages=stages,
             loss_fn=nn.CrossEntropyLoss(),
             num_virtual_pipeline_stages=chunks,
-            seed=7,  # of dropout too: it belongs to the model, not to what is trained
+            seed=seed,
         )
         optimizer = paddle.optimizer.AdamW(rate, parameters=layer.parameters())
         return pipeline_parallel(layer, optimizer, MICRO_BATCHES, "interleaved" if chunks > 1 else "1f1b")

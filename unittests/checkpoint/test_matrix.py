@@ -22,10 +22,10 @@ def test_every_level_and_number_of_ranks(ranks: Ranks, tmp_path: Path) -> None:
     sources: list[str] = []
     for world_size in (1, 2, 3, 4):
         sources = ranks(world_size).run(WORKER, "save_all", str(tmp_path), "AdamW", timeout=120)[0]
-    assert len(sources) == 16
+    assert len(sources) == 14
     for world_size in (1, 2, 3, 4):
         for results in ranks(world_size).run(WORKER, "load_all", str(tmp_path), "AdamW", sources, timeout=200):
-            assert len(results) == 64
+            assert len(results) == 14 * (4 if world_size < 3 else 3)
             _check(results, "AdamW")
     for source in ("plain-1", "os-2", "p_g_os-2"):  # bit-equal to one process at two ranks
         assert ranks(1).run(WORKER, "plain_reference", str(tmp_path), "AdamW", source) == [[]]
