@@ -29,15 +29,14 @@ class Task:
                 raise self._error
             return self._result
 
-    def run(self) -> None:
-        """Run the call; in the worker's thread."""
+    def run(self) -> threading.Lock:
+        """Run the call, in the worker's thread; whoever waits goes on when the lock is released that this returns."""
         call, self._call = self._call, None
         try:
             self._result = call() if call is not None else None
         except BaseException as error:
             self._error = error
-        finally:
-            self._done.release()
+        return self._done
 
 
 class Worker:
@@ -69,8 +68,9 @@ def _serve(tasks: queue.SimpleQueue[Optional[Task]]) -> None:
             task = tasks.get()
             if task is None:
                 return
-            task.run()
-            del task  # while waiting, the thread keeps nothing alive
+            done = task.run()
+            del task  # from here on the tensors of the call and of its result are the waiter's alone
+            done.release()
 
 
 def _stop(tasks: queue.SimpleQueue[Optional[Task]]) -> None:
