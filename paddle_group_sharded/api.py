@@ -119,9 +119,11 @@ def unwrap(
         )
     if optimizer._engine is not model._engine:
         raise UsageError("optimizer belongs to another model; pass the one that was returned beside this model")
-    optimizer.views.give_back_grads()
+    grads = optimizer.views.take_grads()
     optimizer._states.give_back()
     model._engine.close()
+    for param, grad in grads:  # now that it has memory again
+        param.grad = grad
     if scaler is not None:
         unshare_scaler(scaler)
     return model._layer, optimizer._optim

@@ -7,17 +7,20 @@ the same ranks: process-wide, because Paddle's registry is.
 
 from __future__ import annotations
 
+import queue
 import socket
 import threading
 import zlib
 from typing import Any, NamedTuple
 
+from ..errors import CommError
 from ..paddle_compat import GlooGroup, current_host, open_tcp_store
 from .gate import Gate
 
 __all__ = ["GROUPS", "GroupPool", "Member"]
 
-_ATTEMPTS = 5  # to find a port that is still free when the store opens it
+_ATTEMPTS = 5  # to find a port that is still free when the store opens it, and to reach it
+_OPEN_SECONDS = 20.0  # of one attempt
 
 
 class Member(NamedTuple):
@@ -62,7 +65,7 @@ def _store(gate: Gate, member: Member, name: str) -> Any:
         gate.exchange(f"store for {name}", (current_host(), port))
         return store
     host, port = gate.exchange(f"store for {name}", None)[0]
-    return open_tcp_store(host, port, serve=False)
+    return _opened(host, port, serve=False, attempts=_ATTEMPTS)
 
 
 def _serve(host: str, attempts: int) -> tuple[Any, int]:
@@ -70,8 +73,32 @@ def _serve(host: str, attempts: int) -> tuple[Any, int]:
         probe.bind(("", 0))
         port = probe.getsockname()[1]
     try:
-        return open_tcp_store(host, port, serve=True), port
+        return _opened(host, port, serve=True, attempts=1), port
     except Exception:
         if attempts == 1:
             raise
         return _serve(host, attempts - 1)  # somebody else took the port in between
+
+
+def _opened(host: str, port: int, serve: bool, attempts: int) -> Any:
+    """The store, made in a thread of its own: Paddle's constructor has been seen to wait for ever, without a limit."""
+    outcome: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def open_it() -> None:
+        try:
+            outcome.put(open_tcp_store(host, port, serve))
+        except Exception as error:
+            outcome.put(error)
+
+    threading.Thread(target=open_it, name=f"group_sharded store at port {port}", daemon=True).start()
+    try:
+        store = outcome.get(timeout=_OPEN_SECONDS)
+    except queue.Empty:
+        if attempts > 1:
+            return _opened(host, port, serve, attempts - 1)
+        raise CommError(
+            f"expected the key-value store at {host}:{port} to open in {_OPEN_SECONDS} s; start the program again"
+        ) from None
+    if isinstance(store, Exception):
+        raise store
+    return store

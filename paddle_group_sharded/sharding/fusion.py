@@ -30,6 +30,7 @@ __all__ = ["Fusion", "Step"]
 
 Tensor = Any
 Optimizer = Any
+Key = tuple[int, ParamGroup, Run]  # number of the optimizer's parameter group, and where the pieces lie
 
 
 class Step(NamedTuple):
@@ -74,13 +75,15 @@ class Fusion:
         self._cut_anywhere = rounds_alike_everywhere(optimizer)
         self._joinable: dict[ParamGroup, bool] = {}
         self._made = 0
-        self._batches: dict[tuple[ParamGroup, Run], list[Batch]] = {}
-        self._history: dict[PieceUnit, tuple[Any, int]] = {}  # scalar states at some time, and the steps since
+        self._batches: dict[Key, list[Batch]] = {}
+        self._history: dict[PieceUnit, tuple[Any, int]] = {}  # see _origin, and the steps since
 
-    def batched(self, steps: Iterable[Step], options: Mapping[str, Any]) -> tuple[list[Batch], list[Step]]:
-        """Split one parameter group's share of a step into batches and what is stepped alone.
+    def batched(
+        self, number: int, steps: Iterable[Step], options: Mapping[str, Any]
+    ) -> tuple[list[Batch], list[Step]]:
+        """Split the share of one of the optimizer's parameter groups in a step: batches, and what is stepped alone.
 
-        ``options``: of the parameter group.
+        ``number`` and ``options``: of the parameter group.
         """
         self._functions = functions_of_params(self._optimizer, options)
         steps = list(steps)
@@ -94,8 +97,8 @@ class Fusion:
             else:
                 runs.setdefault((group, run), []).append(step)
         batches: list[Batch] = []
-        for key, members in runs.items():
-            found, rest = self._batches_of(key, members)
+        for (group, run), members in runs.items():
+            found, rest = self._batches_of((number, group, run), members)
             batches += found
             alone += rest
         return batches, alone
@@ -107,14 +110,14 @@ class Fusion:
             self._joinable[group] = not any(spec.lead for spec in self._specs(unit.param).values())
         return self._joinable[group]
 
-    def _batches_of(self, key: tuple[ParamGroup, Run], steps: list[Step]) -> tuple[list[Batch], list[Step]]:
+    def _batches_of(self, key: Key, steps: list[Step]) -> tuple[list[Batch], list[Step]]:
         stretches = list(self._stretches(steps))
         wanted = [[step.unit for step in stretch] for stretch in stretches if len(stretch) > 1]
         alone = [stretch[0] for stretch in stretches if len(stretch) == 1]
         batches = self._batches.get(key, [])
         if [batch.units for batch in batches] != wanted:
             self._dissolve(key)
-            batches = self._batches[key] = [self._make(key[1], units) for units in wanted]
+            batches = self._batches[key] = [self._make(key[2], units) for units in wanted]
         for step in steps:
             origin, count = self._history[step.unit]
             self._history[step.unit] = origin, count + 1
@@ -144,20 +147,21 @@ class Fusion:
         """All that makes the step of one piece differ from that of another; None if it cannot share a batch."""
         unit, factor = step
         if unit not in self._history:
-            self._history[unit] = self._scalars(unit), 0
+            self._history[unit] = self._origin(unit), 0
         if not unit.param.group.gradients.has(unit.param.index):
             return None
         tensor = unit.param.tensor
         options = (tensor.optimize_attr.get("learning_rate"), tensor.regularizer, getattr(tensor, "need_clip", True))
         return factor, self._history[unit], options, [function(tensor) for function in self._functions]
 
-    def _scalars(self, unit: PieceUnit) -> Any:
+    def _origin(self, unit: PieceUnit) -> list[Any]:
+        """For each kind of state: the value of a scalar one, whether there is another one."""
         table = accumulators(self._optimizer)
-        states = [table.get(spec.name, {}).get(unit.tensor.name) for spec in self._scalar_specs(unit)]
-        return [None if state is None else state.numpy().tolist() for state in states]
-
-    def _scalar_specs(self, unit: PieceUnit) -> list[StateSpec]:
-        return [spec for spec in self._specs(unit.param).values() if spec.scalar]
+        found: list[Any] = []
+        for spec in self._specs(unit.param).values():
+            state = table.get(spec.name, {}).get(unit.tensor.name)
+            found.append(state.numpy().tolist() if state is not None and spec.scalar else state is not None)
+        return found
 
     def _make(self, run: Run, units: list[PieceUnit]) -> Batch:
         """A batch whose states are what its pieces have so far, if anything."""
@@ -196,7 +200,7 @@ class Fusion:
             if any(name not in table[spec.name] for spec in self._specs(batch.units[0].param).values()):
                 self._share(batch)
 
-    def _dissolve(self, key: tuple[ParamGroup, Run]) -> None:
+    def _dissolve(self, key: Key) -> None:
         table = accumulators(self._optimizer)
         for batch in self._batches.pop(key, []):
             for spec in self._specs(batch.units[0].param).values():

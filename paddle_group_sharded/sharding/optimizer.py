@@ -282,10 +282,10 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
         originals: dict[str, Tensor] = {}
         stepped: list[PieceUnit] = []
         batched: list[Batch] = []
-        for group in self._groups:
+        for number, group in enumerate(self._groups):
             units = (self._units.get(param) for param in group.params if param in taking_part)
             steps = [Step(unit, factors.get(unit.param, 1.0)) for unit in units if isinstance(unit, PieceUnit)]
-            batches, alone = self._fusion.batched(steps, group.options)
+            batches, alone = self._fusion.batched(number, steps, group.options)
             pairs = []
             for unit, factor in alone:
                 copy_options(unit.param.tensor, unit.tensor)

@@ -36,22 +36,24 @@ class Views:
         self._engine.finish_grads()
         return self._whole_grads(param.group).get(param)
 
-    def give_back_grads(self) -> None:
-        """Leave gradients that have not been stepped with the parameters, averaged and whole.  Collective."""
+    def take_grads(self) -> list[tuple[Tensor, Tensor]]:
+        """The user's parameters with gradients that have not been stepped, which are averaged, whole, and given up.
+
+        Collective.
+        """
         engine = self._engine
         waiting = bool(engine.reducer.left) or any(group.gradients.any for group in engine.groups)
         for comm in (engine.comm, engine.dp_comm):
             waiting = any(comm.exchange(waiting, "gradients that have not been stepped"))
         if not waiting:
-            return
+            return []
         engine.finish_grads()
         found: dict[ShardedParam, Tensor] = {}
         for group in engine.groups:
             if group.expects_grad:
                 found.update(self._whole_grads(group))
         engine.drop_grads(keep_reached=True)
-        for param, grad in found.items():
-            param.tensor.grad = grad
+        return [(param.tensor, grad) for param, grad in found.items()]
 
     def _whole_grads(self, group: ParamGroup) -> dict[ShardedParam, Tensor]:
         """The gradients of one group in the parameters' shapes, where any rank has one.  Collective."""

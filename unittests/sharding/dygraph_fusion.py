@@ -71,17 +71,23 @@ def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
 
 
 class Counting:
-    """Counts the parameters that an optimizer steps."""
+    """Counts the parameters that an optimizer steps while the context is open."""
 
     def __init__(self, optimizer: Any) -> None:
         self.count = 0
-        plain = optimizer._append_optimize_op
+        self._class = type(optimizer)
+        self._plain = self._class._append_optimize_op
 
-        def append(block: Any, pair: Any) -> Any:
+    def __enter__(self) -> Counting:
+        def append(optimizer: Any, block: Any, pair: Any) -> Any:
             self.count += 1
-            return plain(block, pair)
+            return self._plain(optimizer, block, pair)
 
-        optimizer._append_optimize_op = append
+        self._class._append_optimize_op = append
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._class._append_optimize_op = self._plain
 
 
 def cases() -> dict[str, tuple[Callable[[nn.Layer], Any], tuple[int, ...]]]:
@@ -104,6 +110,20 @@ def cases() -> dict[str, tuple[Callable[[nn.Layer], Any], tuple[int, ...]]]:
             lambda net: optim.AdamW(0.01, parameters=net.parameters()),
             (3, 4),
         ),
+        "AdamW groups that end inside a run": (
+            lambda net: optim.AdamW(
+                0.01,
+                parameters=[
+                    {"params": [p for layer in net.layers[:4] for p in layer.parameters()], "learning_rate": 0.5},
+                    {"params": [p for layer in net.layers[4:] for p in layer.parameters()], "weight_decay": 0.3},
+                ],
+            ),
+            (2,),
+        ),
+        "Momentum a layer is unused in steps 0 and 1": (
+            lambda net: optim.Momentum(0.01, parameters=net.parameters()),
+            (0, 1),
+        ),
         "Adagrad a layer is unused in step 1": (lambda net: optim.Adagrad(0.01, parameters=net.parameters()), (1,)),
     }
     if hasattr(optim, "NAdam"):
@@ -120,20 +140,51 @@ def grid(level: str) -> dict[str, Any]:
         fresh(0)
         net = Stack()
         inner = build(net)
-        counting = Counting(inner)
         model, optimizer, _ = group_sharded_parallel(net, inner, level)
         kernels = []
         for step in range(STEPS):
             backward(model, step, dist.get_rank(), step in skipped)
-            before = counting.count
-            optimizer.step()
-            kernels.append(counting.count - before)
+            with Counting(inner) as counting:
+                optimizer.step()
+            kernels.append(counting.count)
             optimizer.clear_grad(set_to_zero=False)
         difference = max(
             distance(arrays(model.state_dict()), weights), distance(arrays(optimizer.state_dict()), states)
         )
         results[name] = {"kernels": kernels, "difference": difference}
     return results
+
+
+def neighbours_without_states(name: str) -> dict[str, float]:
+    """A layer that has never been stepped joins the others: after wrapping, and after states have been loaded."""
+
+    def made() -> tuple[Any, Any]:
+        fresh(0)
+        net = Stack()
+        return net, getattr(paddle.optimizer, name)(0.01, parameters=net.parameters())
+
+    def run(model: Any, optimizer: Any, first: int, last: int, skip: bool) -> None:
+        for step in range(first, last):
+            backward(model, step, 0, skip)
+            optimizer.step()
+            optimizer.clear_grad(set_to_zero=False)
+
+    net, plain = made()
+    run(net, plain, 0, 2, True)
+    run(net, plain, 2, 5, False)
+    expected = {**arrays(net.state_dict()), **arrays(plain.state_dict())}
+    net, plain = made()
+    run(net, plain, 0, 2, True)
+    model, optimizer, _ = group_sharded_parallel(net, plain, "os_g")
+    run(model, optimizer, 2, 5, False)
+    wrapped = {**arrays(model.state_dict()), **arrays(optimizer.state_dict())}
+    net, plain = made()
+    model, optimizer, _ = group_sharded_parallel(net, plain, "p_g_os")
+    run(model, optimizer, 0, 2, True)
+    optimizer.set_state_dict(optimizer.state_dict())
+    run(model, optimizer, 2, 5, False)
+    loaded = {**arrays(model.state_dict()), **arrays(optimizer.state_dict())}
+    return {"wrapped": distance(wrapped, expected), "loaded": distance(loaded, expected)}
 
 
 def states() -> dict[str, float]:

@@ -64,6 +64,18 @@ class Late(optim.Optimizer):
         paddle.assign(param - mean / (norm + 1.0) * self.get_lr(), param)
 
 
+def with_a_rule_of_its_own(net: nn.Layer) -> Any:
+    """SGD whose update the user has replaced on the object, by one that needs whole tensors."""
+    optimizer = optim.SGD(0.01, parameters=net.parameters())
+
+    def rule(block: Any, param_and_grad: Any) -> None:
+        param, grad = param_and_grad
+        paddle.assign(param - grad / (paddle.linalg.norm(grad) + 1e-3) * optimizer.get_lr(), param)
+
+    optimizer._append_optimize_op = rule
+    return optimizer
+
+
 class Subclassed(optim.Adam):
     """A user's class that adds nothing."""
 
@@ -97,6 +109,7 @@ def builders() -> dict[str, Callable[[nn.Layer], Any]]:
         ),
         "ScaledSign": lambda net: ScaledSign(0.001, parameters=net.parameters()),
         "Factored": lambda net: Factored(0.001, parameters=net.parameters()),
+        "SGD with a rule of its own": with_a_rule_of_its_own,
         "Late": lambda net: Late(0.01, parameters=net.parameters()),
         "Subclassed": lambda net: Subclassed(0.01, parameters=net.parameters()),
         "Adam multi tensor": lambda net: optim.Adam(0.01, parameters=net.parameters(), use_multi_tensor=True),

@@ -279,7 +279,7 @@ def unwrapped_between_backward_and_step(level: str, parts: tuple[str, ...]) -> d
 
     def made() -> tuple[Any, Any]:
         fresh(0)
-        net = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
+        net = nn.Sequential(nn.Linear(4, 300), nn.Linear(300, 300), nn.Linear(300, 3))  # several groups
         net.unused = net.create_parameter([3])
         return net, paddle.optimizer.Momentum(0.1, parameters=net.parameters())
 
