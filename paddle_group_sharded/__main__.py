@@ -11,12 +11,13 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
+from . import estimate
 from .errors import GroupShardedError
 from .pipeline import cli as pipeline
 
 __all__ = ["main"]
 
-_REGISTER: tuple[Callable[[Any], None], ...] = (pipeline.register,)
+_REGISTER: tuple[Callable[[Any], None], ...] = (pipeline.register, estimate.register)
 
 
 def main(arguments: Optional[Sequence[str]] = None) -> int:
