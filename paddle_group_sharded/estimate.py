@@ -46,7 +46,7 @@ def register(commands: Any) -> None:
         default="float32",
         help="of the parameters; of 16-bit ones the optimizer holds float32 masters (default: float32)",
     )
-    parser.add_argument("--activations", type=_count, metavar="BYTES", help="that a forward pass keeps (module:factory)")
+    parser.add_argument("--activations", type=_count, metavar="BYTES", help="that a forward pass keeps for backward")
     parser.add_argument("--eager", action="store_true", help="make the model with its values, not under LazyGuard")
     parser.set_defaults(run=_estimate)
 

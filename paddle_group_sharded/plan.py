@@ -69,7 +69,7 @@ class Plan:
             replicas = f", {self.dp_size} replicas" if self.dp_size > 1 else ""
             title = (
                 f"{count_text(self.parameters)} parameters, {self.optimizer}, {world_size} rank{'s' * (world_size > 1)}"
-                f"{replicas}: bytes of one rank, and elements that it sends in a step"
+                f"{replicas}: bytes of a rank, and elements that it sends in a step"
             )
             lines = [
                 [

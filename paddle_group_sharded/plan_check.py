@@ -10,6 +10,7 @@ from .comm.recording import Record, RecordingComm
 from .errors import UsageError
 from .paddle_compat import accumulators, element_size, has_memory
 from .sharding.allocator import PeakMeter
+from .sharding.forecast import RankForecast
 from .sharding.forecast_text import aligned, bytes_text, count_text
 from .sharding.model import ShardedModel
 from .sharding.optimizer import ShardedOptimizer
@@ -20,7 +21,7 @@ Tensor = Any
 
 
 class PlanRow(NamedTuple):
-    """One level on one number of ranks.  All is of one rank (the first of the group); bytes unless said otherwise."""
+    """One level on one number of ranks.  All is of one rank, the one that has most; bytes unless said otherwise."""
 
     level: str  # "none" is paddle.DataParallel
     world_size: int  # ranks that share the model
@@ -33,6 +34,7 @@ class PlanRow(NamedTuple):
     peak: int  # at any moment of a step; less than the sum where the maxima above are at different moments
     sent: float  # elements in a step, counted as native ring collectives move them
     collectives: int  # in a step
+    by_rank: tuple[RankForecast, ...]  # states and peak of each rank of the group, which differ a little
 
     @property
     def sum(self) -> int:
@@ -100,10 +102,12 @@ def measured_step(
         for comm, observer in zip(comms, before):
             comm.on_run = observer
     log = [record for recorder in recorders for record in recorder.log if _counts(record)]
+    predicted = row.by_rank[engine.comm.rank]
+    peak = [] if meter.peak is None else [CheckRow("peak", own + meter.peak, predicted.peak)]
     check.rows = (
         CheckRow("parameters", engine.memory_report()["kept"], row.parameters),
-        CheckRow("states", _bytes_of(_states(optimizer)), row.states),
-        CheckRow("peak", own + meter.peak, row.peak),
+        CheckRow("states", _bytes_of(_states(optimizer)), predicted.states),
+        *peak,
         CheckRow("sent", sum(record.elements_sent for record in log), row.sent),
         CheckRow("collectives", len(log), row.collectives),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Optional
 
 import paddle
@@ -21,7 +22,7 @@ from .sharding.ops import LOW_PRECISION
 from .sharding.optimizer import ShardedOptimizer
 from .sharding.reduction import MAX_IN_FLIGHT
 from .sharding.rehearsal import rehearse
-from .sharding.replay import Limits, Moment, assumed_moments
+from .sharding.replay import Kind, Limits, Moment, assumed_moments
 from .sharding.rules import rounds_alike_everywhere, steps_pieces, unwrap_optimizer
 from .sharding.state import StateSpec, probe_states, whole_shape
 
@@ -97,6 +98,15 @@ class ModelFacts:
             self._moments, self._workspace = rehearse(
                 self._root, gathered, [param.expects_grad for param in params], sample
             )
+            self._drop_unreached({moment.number for moment in self._moments if moment.kind is Kind.GRAD})
+
+    def _drop_unreached(self, reached: set[int]) -> None:
+        """A parameter that no backward pass comes to never gets states; a master it has from the beginning."""
+        for params in self._params.values():
+            for number, param in enumerate(params):
+                if number not in reached:
+                    kept = 4 * param.numel if param.has_master else 0
+                    params[number] = replace(param, reached=False, state_bytes=kept, scalar_bytes=0)
 
     def step(self, wrapped: bool) -> StepFacts:
         """What a step does besides."""

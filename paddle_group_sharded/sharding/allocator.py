@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Optional
 
 import paddle
 
@@ -11,18 +11,30 @@ from ..paddle_compat import allocated_bytes, peak_bytes
 
 __all__ = ["PeakMeter"]
 
+_LARGEST_BALLAST = 2**36  # bytes of address space
+
 
 class PeakMeter:
-    """Bytes beside what lived when it was made; one at a time."""
+    """Bytes beside what lived when it was made; one at a time.
+
+    Paddle's peak cannot be set back, and it is looked at only when the present thread holds more than ever before.  So
+    memory that nobody touches, and that therefore costs address space only, lifts the thread up to there: from then on
+    any rise shows.
+    """
 
     def __init__(self) -> None:
         """Begin here."""
         on_host = paddle.get_device().startswith("cpu")
         self._now: Callable[[], int] = allocated_bytes if on_host else paddle.device.cuda.memory_allocated
         self._highest: Callable[[], int] = peak_bytes if on_host else paddle.device.cuda.max_memory_allocated
-        hidden = self._highest() - self._now()
-        # Paddle's peak cannot be set back: memory that nobody touches lifts the present up to it, so any rise shows.
-        self._ballast: Any = paddle.empty([max(hidden, 1)], dtype="uint8")
+        self._ballast: list[Any] = []
+        size = self._highest() - self._now() + 1  # one more than any peak so far, which therefore has to follow
+        while size <= _LARGEST_BALLAST:
+            self._ballast.append(paddle.empty([size], dtype="uint8"))
+            if self._highest() == self._now():
+                break
+            size *= 2
+        self._works = self._highest() == self._now()
         self._start = self._now()
 
     @property
@@ -31,6 +43,6 @@ class PeakMeter:
         return self._now() - self._start
 
     @property
-    def peak(self) -> int:
-        """The most that have lived at once."""
-        return self._highest() - self._start
+    def peak(self) -> Optional[int]:
+        """The most that have lived at once; None where it cannot be seen."""
+        return self._highest() - self._start if self._works else None

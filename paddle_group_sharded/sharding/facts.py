@@ -22,6 +22,7 @@ class ParamFacts:
     state_bytes: int = 0  # of the states that it has in the whole, a float32 master included
     scalar_bytes: int = 0  # of states whose size is the same for a piece of it
     has_master: bool = False
+    reached: bool = True  # backward passes come to it; the others give it no gradient, and so no states
 
     @property
     def expects_grad(self) -> bool:
@@ -31,12 +32,12 @@ class ParamFacts:
     @property
     def grad_bytes(self) -> int:
         """Of the whole gradient, if it is reduced."""
-        return self.numel * self.grad_itemsize if self.expects_grad else 0
+        return self.numel * self.grad_itemsize if self.expects_grad and self.reached else 0
 
     @property
     def loose_bytes(self) -> int:
         """Of a gradient that nobody reduces, steps or clears."""
-        return self.numel * self.grad_itemsize if self.trainable and not self.optimized else 0
+        return self.numel * self.grad_itemsize if self.trainable and self.reached and not self.optimized else 0
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What one rank holds and sends in a training step, before it runs: arithmetic on layouts.
 
-Everything is of a step that is not the first, of group rank 0 (which never owns less of the padding's share than
-another), in bytes and elements, under the allocator's view: memory of Python, sockets and kernels is not in it.
+Everything is of a step that is not the first, in bytes and elements, as the allocator sees it: what Python, sockets and
+the collectives' library hold is not in it.
 """
 
 from __future__ import annotations
@@ -12,13 +12,21 @@ from typing import NamedTuple
 from ..comm.recording import elements_sent
 from .facts import GroupFacts, ParamFacts, StepFacts
 from .level import Placements
-from .replay import BackwardPeak, Kind, Limits, ReducedGroup, replay
+from .loads import rank_loads
+from .replay import Kind, Limits, ReducedGroup, replay
 from .traffic import buckets, collectives, replica_numels
 
-__all__ = ["Forecast", "data_parallel", "formula_bytes", "sharded"]
+__all__ = ["Forecast", "RankForecast", "data_parallel", "formula_bytes", "sharded"]
+
+class RankForecast(NamedTuple):
+    """Bytes of one rank."""
+
+    states: int
+    peak: int
+
 
 class Forecast(NamedTuple):
-    """Bytes of one rank, and what it sends in a step."""
+    """Bytes of the rank that has most, and what each sends in a step."""
 
     parameters: int  # kept between steps
     gradients: int  # kept from backward to the step
@@ -29,6 +37,7 @@ class Forecast(NamedTuple):
     peak: int  # at any moment of the step
     sent: float  # elements
     collectives: int
+    by_rank: tuple[RankForecast, ...]
 
 
 def formula_bytes(params: Sequence[ParamFacts], placements: Placements, world_size: int) -> float:
@@ -51,6 +60,8 @@ def data_parallel(params: Sequence[ParamFacts], step: StepFacts, world_size: int
     sizes = [sum(params[index].numel * params[index].itemsize for index in bucket) for bucket in members]
     total, most, left = _bucket_peak(params, step, members, sizes)
     clipped = grads if step.clips else 0
+    kept = whole + states + step.other_bytes + loose + sum(sizes)
+    peak = kept + max(total + step.workspace, grads + clipped + left)
     return Forecast(
         parameters=whole,
         gradients=grads + loose,
@@ -58,16 +69,12 @@ def data_parallel(params: Sequence[ParamFacts], step: StepFacts, world_size: int
         formula=formula_bytes(params, Placements(False, False, False), world_size),
         buffers=sum(sizes) + max(most, clipped),
         activations=_activations(step),
-        peak=whole
-        + states
-        + step.other_bytes
-        + loose
-        + sum(sizes)
-        + max(total + step.workspace, grads + clipped + left),
+        peak=peak,
         sent=sum(
             elements_sent("all_reduce", sum(params[index].numel for index in bucket), world_size) for bucket in members
         ),
         collectives=len(members),
+        by_rank=(RankForecast(states, peak),) * world_size,
     )
 
 
@@ -116,26 +123,33 @@ def sharded(
     kept = sum(_kept_bytes(group, params) for group in groups)
     loose = sum(param.loose_bytes for param in params)
     shards = sum(each.itemsize * each.layout.shard_numel for each in reduced if each.expects_grad)
-    whole_grads = sum(param.grad_bytes for param in params)
-    grads = loose + (shards if placements.grad else whole_grads)
-    states = _state_bytes(params, groups, step, world_size)
+    whole_grads = 0 if placements.grad else sum(param.grad_bytes for param in params)
     full = [_itemsize(group, params) * group.layout.numel for group in groups if group.sharded]
-    peak = replay(step.moments, full, reduced, [param.grad_bytes for param in params], placements.grad, limits)
-    base = kept + states + step.other_bytes + loose + (shards if placements.grad else 0)
-    at_step = _step_bytes(params, groups, reduced, placements, step, peak, whole_grads)
+    passes = replay(step.moments, full, reduced, [param.grad_bytes for param in params], placements.grad, limits)
+    base = kept + step.other_bytes + loose + (shards if placements.grad else 0)
+    packing = max((each.packing_bytes for each in reduced), default=0)
+    whole_step = _whole_step_bytes(params, groups, reduced) if step.steps_whole else 0
+    ranks, buffers = [], 0
+    for load in rank_loads(params, groups, step, world_size):
+        held = 0 if placements.grad else load.held
+        at_step = max(0 if placements.grad else whole_grads + packing, held + load.copies + whole_step)
+        peak = max(passes.total + step.workspace, at_step + passes.left)
+        buffers = max(buffers, passes.buffers - whole_grads, at_step - whole_grads)
+        ranks.append(RankForecast(int(load.states), base + int(load.states) + peak))
     traffic = collectives(params, groups, step)
     copies = replica_numels(params, groups, placements, step) if dp_size > 1 else []
     return Forecast(
         parameters=kept,
-        gradients=grads,
-        states=states,
+        gradients=loose + (shards if placements.grad else whole_grads),
+        states=max(rank.states for rank in ranks),
         formula=formula_bytes(params, placements, world_size),
-        buffers=max(peak.buffers, at_step - peak.left) - (0 if placements.grad else whole_grads),
+        buffers=buffers,
         activations=_activations(step),
-        peak=base + max(peak.total + step.workspace, at_step),
+        peak=max(rank.peak for rank in ranks),
         sent=sum(elements_sent(op, numel, world_size) for op, numel in traffic)
         + sum(elements_sent("all_reduce", numel, dp_size) for numel in copies),
         collectives=len(traffic) + len(copies),
+        by_rank=tuple(ranks),
     )
 
 
@@ -151,71 +165,11 @@ def _kept_bytes(group: GroupFacts, params: Sequence[ParamFacts]) -> int:
     return _itemsize(group, params) * (group.layout.shard_numel if group.sharded else group.layout.numel)
 
 
-def _state_bytes(
-    params: Sequence[ParamFacts], groups: Sequence[GroupFacts], step: StepFacts, world_size: int
+def _whole_step_bytes(
+    params: Sequence[ParamFacts], groups: Sequence[GroupFacts], reduced: Sequence[ReducedGroup]
 ) -> int:
-    """Of rank 0's pieces; where parameters are stepped whole, of the rank that has most."""
-    if step.steps_whole:
-        return max(_whole_loads(params, world_size))
-    total = 0.0
-    for group in groups:
-        for run in group.layout.runs:
-            first = params[group.members[run.slots.start]]
-            joined = step.joins_neighbours and len(run.slots) > 1 and not first.has_master
-            low, high = group.layout.shard_bounds(0)
-            if joined and first.expects_grad:
-                numel = max(0, min(run.stop, high) - max(run.start, low))  # the gaps have states as well
-                total += numel * first.state_bytes / first.numel + (first.scalar_bytes if numel else 0)
-                continue
-            for slot in run.slots:
-                piece, param = group.layout.piece(slot, 0), params[group.members[slot]]
-                if piece is not None and param.expects_grad:
-                    total += piece.numel * param.state_bytes / param.numel + param.scalar_bytes
-    return int(total)
-
-
-def _whole_loads(params: Sequence[ParamFacts], world_size: int) -> list[int]:
-    """Bytes of each rank's states, masters and own copies, as the optimizer shares the parameters out."""
-    loads, numels = [0] * world_size, [0] * world_size
-    for param in sorted((param for param in params if param.expects_grad), key=lambda param: -param.numel):
-        rank = numels.index(min(numels))
-        numels[rank] += param.numel
-        own = 0 if param.has_master else param.numel * param.itemsize
-        loads[rank] += param.state_bytes + param.scalar_bytes + own
-    return loads
-
-
-def _step_bytes(
-    params: Sequence[ParamFacts],
-    groups: Sequence[GroupFacts],
-    reduced: Sequence[ReducedGroup],
-    placements: Placements,
-    step: StepFacts,
-    peak: BackwardPeak,
-    whole_grads: int,
-) -> int:
-    """The most that lives beside parameters, states and shards of gradients between backward and the step's end."""
-    packing = max((each.packing_bytes for each in reduced), default=0)
-    before = 0 if placements.grad else whole_grads + packing
-    copies = 0  # of the gradients of this rank's pieces
-    for group, each in zip(groups, reduced):
-        owned = group.layout.owned(0) if each.expects_grad else ()
-        for piece in owned:
-            param = params[group.members[piece.index]]
-            copies += piece.numel * ((4 if param.has_master else each.itemsize) if step.clips else 0)
-            copies += piece.numel * (4 if param.has_master and each.itemsize != 4 else 0)
-    if step.steps_whole:
-        copies += sum(each.itemsize * each.layout.numel for each in reduced if each.expects_grad)
-    held = 0 if placements.grad else _held_bytes(groups, reduced)
-    return max(before, held + copies) + peak.left
-
-
-def _held_bytes(groups: Sequence[GroupFacts], reduced: Sequence[ReducedGroup]) -> int:
-    """Where gradients stay whole until the step: what rank 0 holds of them after they have been reduced."""
-    total = 0
-    for group, each in zip(groups, reduced):
-        end = group.layout.shard_bounds(0)[1]
-        for run in group.layout.runs if each.expects_grad else ():
-            if run.start < end:  # its slice keeps the whole of a large gradient alive
-                total += each.itemsize * (run.numel if len(run.slots) == 1 else min(run.stop, end) - run.start)
-    return total
+    """Where whole parameters are stepped: one shard of gradients, or one gathered group and a copy of a parameter."""
+    shard = max((each.itemsize * each.layout.shard_numel for each in reduced if each.expects_grad), default=0)
+    gathered = max((_itemsize(group, params) * group.layout.numel for group in groups if group.sharded), default=0)
+    largest = max((param.numel * param.itemsize for param in params if param.expects_grad), default=0)
+    return max(shard, gathered + largest)

@@ -156,9 +156,9 @@ class _Recorder:
 
     def finish(self) -> Rehearsal:
         """All that has been noted."""
-        peak = self._meter.peak if self._meter is not None else 0
+        peak = self._meter.peak if self._meter is not None else None
         self._meter = None
-        return Rehearsal(tuple(self._moments), max(0, peak - self._highest))
+        return Rehearsal(tuple(self._moments), max(0, (peak or 0) - self._highest))
 
 
 def _on_grad(
