@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import paddle
+import paddle.distributed as dist
 import paddle.nn.functional as F
 from paddle import nn
 
-from paddle_group_sharded import group_sharded_parallel, plan
+from paddle_group_sharded import UsageError, group_sharded_parallel, plan
 from unittests.harness import fresh
 from unittests.sharding.dygraph_memory import build as low_precision_blocks
 
@@ -123,3 +124,40 @@ def step(model: Any, optimizer: Any, loss: Callable[[Any], Tensor]) -> None:
     optimizer.clear_grad()
     loss(model).backward()
     optimizer.step()
+
+
+def replicated() -> dict[str, Any]:
+    """Of each level on one rank with a replica on the other: the first step."""
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    pair = dist.new_group([0, 1])
+    found = {}
+    for level in ("os", "os_g", "p_g_os"):
+        fresh(0)
+        model, optimizer, loss = tied()
+        expected = plan(model, optimizer, level, 1, dp_size=2, sample=lambda m=model, f=loss: f(m))
+        wrapped, optimizer, _ = group_sharded_parallel(model, optimizer, level, group=alone, dp_group=pair)
+        with expected.check(wrapped, optimizer) as check:
+            step(wrapped, optimizer, loss)
+        found[level] = {row.name: (row.measured, row.predicted) for row in check.rows}
+    return found
+
+
+def refused() -> dict[str, str]:
+    """The messages."""
+    model, optimizer, _ = blocks()
+    right = plan(model, optimizer, "p_g_os")
+    replicas = plan(model, optimizer, dp_size=3)
+    messages = {"plain": message(lambda: right.check(model, optimizer).__enter__())}
+    wrapped, sharded, _ = group_sharded_parallel(model, optimizer, "os")
+    messages["level"] = message(lambda: right.check(wrapped, sharded).__enter__())
+    messages["replicas"] = message(lambda: replicas.check(wrapped, sharded).__enter__())
+    messages["wrapped"] = message(lambda: plan(wrapped, sharded))
+    return messages
+
+
+def message(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except UsageError as error:
+        return str(error)
+    return "no error"
