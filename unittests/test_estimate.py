@@ -14,15 +14,20 @@ from paddle_group_sharded.estimate import _STATES
 from paddle_group_sharded.sharding.state import probe_states
 
 Run = Callable[..., str]
+NO_VALUES = (
+    "my_models_of_estimate:needs_values cannot be made under paddle.LazyGuard (ValueError: there are no values); "
+    "pass --eager"
+)
 MODULE = """
 import paddle
 
 def make():
     return paddle.nn.Sequential(*(paddle.nn.Linear(1000, 1000) for _ in range(5)))
 
-def touches_values():
+def needs_values():
     layer = make()
-    layer[0].weight.set_value(layer[0].weight.numpy() * 2)
+    if not layer[0].weight._is_initialized():
+        raise ValueError("there are no values")
     return layer
 """
 
@@ -88,7 +93,7 @@ def test_a_model_in_sixteen_bits(run: Run) -> None:
         ("my_models_of_estimate:nothing --ranks 8", "module 'my_models_of_estimate' has no function 'nothing'"),
         ("no_such_module_here:make --ranks 8", "cannot import 'no_such_module_here'"),
         ("my_models_of_estimate:make --ranks 8 --optimizer Adum", "--optimizer: paddle.optimizer has no 'Adum'"),
-        ("my_models_of_estimate:touches_values --ranks 8", "my_models_of_estimate:touches_values cannot be made under"),
+        ("my_models_of_estimate:needs_values --ranks 8", NO_VALUES),
     ],
 )
 def test_refusals(run: Run, line: str, message: str) -> None:
@@ -96,5 +101,5 @@ def test_refusals(run: Run, line: str, message: str) -> None:
 
 
 def test_a_model_made_with_its_values(run: Run) -> None:
-    values = run("my_models_of_estimate:touches_values --ranks 8 --eager")
+    values = run("my_models_of_estimate:needs_values --ranks 8 --eager")
     assert values == run("my_models_of_estimate:make --ranks 8")

@@ -13,7 +13,7 @@ from ..comm.recording import elements_sent
 from .facts import GroupFacts, ParamFacts, StepFacts
 from .level import Placements
 from .loads import rank_loads
-from .replay import Kind, Limits, ReducedGroup, replay
+from .replay import BackwardPeak, Kind, Limits, ReducedGroup, replay
 from .traffic import buckets, collectives, replica_numels
 
 __all__ = ["Forecast", "RankForecast", "data_parallel", "formula_bytes", "sharded"]
@@ -51,23 +51,25 @@ def formula_bytes(params: Sequence[ParamFacts], placements: Placements, world_si
 
 
 def data_parallel(params: Sequence[ParamFacts], step: StepFacts, world_size: int) -> Forecast:
-    """``paddle.DataParallel``, whose reductions keep a second copy of the gradients."""
+    """``paddle.DataParallel``, whose reductions keep a second copy of the gradients.
+
+    With Paddle's ``optimizer.clear_grad()`` gradients keep their memory from step to step.
+    """
     whole = sum(param.numel * param.itemsize for param in params)
-    grads = sum(param.grad_bytes for param in params)
-    loose = sum(param.loose_bytes for param in params)
+    grads = sum(param.grad_bytes + param.loose_bytes for param in params)
     states = sum(param.state_bytes + param.scalar_bytes for param in params if param.expects_grad)
     members = buckets(params) if world_size > 1 else []
     sizes = [sum(params[index].numel * params[index].itemsize for index in bucket) for bucket in members]
-    total, most, left = _bucket_peak(params, step, members, sizes)
-    clipped = grads if step.clips else 0
-    kept = whole + states + step.other_bytes + loose + sum(sizes)
-    peak = kept + max(total + step.workspace, grads + clipped + left)
+    passes = _bucket_peak(params, step, members, sizes)
+    clipped = sum(param.grad_bytes for param in params) if step.clips else 0
+    peak = whole + states + step.other_bytes + grads + sum(sizes)
+    peak += max(passes.total + step.workspace, passes.left + clipped)
     return Forecast(
         parameters=whole,
-        gradients=grads + loose,
+        gradients=grads,
         states=states,
         formula=formula_bytes(params, Placements(False, False, False), world_size),
-        buffers=sum(sizes) + max(most, clipped),
+        buffers=sum(sizes) + max(passes.buffers, clipped),
         activations=_activations(step),
         peak=peak,
         sent=sum(
@@ -80,25 +82,24 @@ def data_parallel(params: Sequence[ParamFacts], step: StepFacts, world_size: int
 
 def _bucket_peak(
     params: Sequence[ParamFacts], step: StepFacts, members: Sequence[tuple[int, ...]], sizes: Sequence[int]
-) -> tuple[int, int, int]:
-    """The most bytes of activations, gradients and one new bucket at once; the largest bucket; activations at the end.
+) -> BackwardPeak:
+    """Activations beside a gradient that is about to be added, or beside a bucket.
 
     A bucket is filled anew while its copy of the step before is still there.
     """
     bucket_of = {index: number for number, bucket in enumerate(members) for index in bucket}
     missing = [set(bucket) for bucket in members]
-    live = total = left = 0
+    total = most = left = 0
     for kind, index, activations in step.moments:
-        filled = 0
+        now = 0
         if kind is Kind.GRAD:
-            live += params[index].grad_bytes
+            now = params[index].grad_bytes
             bucket = bucket_of.get(index)
             if bucket is not None:
                 missing[bucket].discard(index)
-                filled = 0 if missing[bucket] else sizes[bucket]
-        total = max(total, activations + live + filled)
-        left = activations
-    return total, max(sizes, default=0), left
+                now = now if missing[bucket] else max(now, sizes[bucket])
+        total, most, left = max(total, activations + now), max(most, now), activations
+    return BackwardPeak(total, most, left)
 
 
 def sharded(
@@ -131,10 +132,10 @@ def sharded(
     whole_step = _whole_step_bytes(params, groups, reduced) if step.steps_whole else 0
     ranks, buffers = [], 0
     for load in rank_loads(params, groups, step, world_size):
-        held = 0 if placements.grad else load.held
+        parts, held = (0, 0) if placements.grad else (load.parts, load.held)
         at_step = max(0 if placements.grad else whole_grads + packing, held + load.copies + whole_step)
-        peak = max(passes.total + step.workspace, at_step + passes.left)
-        buffers = max(buffers, passes.buffers - whole_grads, at_step - whole_grads)
+        peak = parts + max(passes.total + step.workspace, at_step + passes.left)
+        buffers = max(buffers, parts + max(passes.buffers, at_step) - whole_grads)
         ranks.append(RankForecast(int(load.states), base + int(load.states) + peak))
     traffic = collectives(params, groups, step)
     copies = replica_numels(params, groups, placements, step) if dp_size > 1 else []

@@ -195,6 +195,11 @@ class GroupGradients:
         shared = {index for _, views in parts for index in views}
         return [*(part for part, _ in parts), *(grad for index, grad in self._grads.items() if index not in shared)]
 
+    @property
+    def lasting(self) -> list[Tensor]:
+        """The tensors that are kept for the reduced gradients from step to step, whether they hold any or not."""
+        return [part for part, _ in self._parts.values()] if self._shard is None else [self._shard]
+
     def drop(self) -> None:
         """Forget the gradients; the shard's gradient buffer stays for the next step."""
         self._grads.clear()

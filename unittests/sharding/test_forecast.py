@@ -139,9 +139,11 @@ def test_clipping_copies_gradients_and_masters_need_casts() -> None:
 def test_data_parallel_holds_gradients_twice_and_a_bucket() -> None:
     found = data_parallel(parameters(FLOAT32), step(False), 2)
     assert (found.parameters, found.gradients, found.states) == (4 * PSI, 4 * PSI, 8 * PSI)
-    # The first parameter fills the small bucket alone, the others one of 25 MiB, ready when five gradients are.
-    assert found.peak == 16 * PSI + (5 + 5) * 4 * BLOCK
-    assert data_parallel(parameters(FLOAT32), step(False), 1).peak == 16 * PSI
+    # The first parameter fills the small bucket alone, the five others one of 25 MiB.
+    assert found.peak == 20 * PSI + 5 * 4 * BLOCK
+    much = 40 * 4 * BLOCK  # with the first gradient, which is added to the memory of the last step's
+    assert data_parallel(parameters(FLOAT32), step(False, much), 2).peak == 20 * PSI + much + 4 * BLOCK
+    assert data_parallel(parameters(FLOAT32), step(False), 1).peak == 16 * PSI + 4 * BLOCK
 
 
 def test_buckets_of_data_parallel() -> None:
@@ -192,6 +194,8 @@ def test_small_neighbours_share_states_that_cover_the_gaps() -> None:
             LIMITS,
         )
         assert found.states == expected
+        # Beside parameters with gaps: the gradients, a packed copy of them, and what stays of the last step's.
+        assert found.peak == 4 * 64 + expected + 4 * (32 + 56 + 56)
 
 
 def test_whole_parameters_are_shared_out_largest_first() -> None:
