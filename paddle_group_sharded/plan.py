@@ -128,8 +128,9 @@ def plan(
         >>> from paddle_group_sharded import plan
         >>> model = paddle.nn.Sequential(*(paddle.nn.Linear(512, 512) for _ in range(4)))
         >>> optimizer = paddle.optimizer.AdamW(parameters=model.parameters())
-        >>> print(plan(model, optimizer, "p_g_os", world_size=8).rows[0].sum)
-        2101504
+        >>> found = plan(model, optimizer, world_size=[8, 64])
+        >>> found.row("p_g_os", 8).sum  # bytes of parameters, gradients and states
+        2101312
     """
     if activations is not None and sample is not None:
         raise UsageError("expected activations or sample, got both; sample measures them")
