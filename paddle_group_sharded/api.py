@@ -109,7 +109,8 @@ def unwrap(
 ) -> tuple[nn.Layer, Any]:
     """Give back the plain model and optimizer that were wrapped, with their current values.  Collective.
 
-    Both are whole on every rank afterwards, so there must be room for them.  The wrappers must not be used any more.
+    Both are whole on every rank afterwards, so there must be room for them; gradients that have not been stepped are
+    left averaged with the parameters.  The wrappers must not be used any more.
     """
     if not isinstance(model, ShardedModel) or not isinstance(optimizer, ShardedOptimizer):
         raise UsageError(
@@ -118,6 +119,7 @@ def unwrap(
         )
     if optimizer._engine is not model._engine:
         raise UsageError("optimizer belongs to another model; pass the one that was returned beside this model")
+    optimizer.views.give_back_grads()
     optimizer._states.give_back()
     model._engine.close()
     if scaler is not None:

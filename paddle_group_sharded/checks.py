@@ -99,7 +99,7 @@ def _check_model(model: nn.Layer) -> None:
                 "model is wrapped in paddle.DataParallel, which would reduce the gradients a second time; "
                 "pass the layer inside it"
             )
-        wrapped = any(isinstance(hook, RootHook) for hook in forward_pre_hooks(layer))
+        wrapped = any(isinstance(hook, RootHook) and hook.engine is not None for hook in forward_pre_hooks(layer))
         if isinstance(layer, ShardedModel) or wrapped:
             raise UsageError(
                 "model, or a layer of it, has already been through group_sharded_parallel; pass it once only, or "

@@ -25,12 +25,19 @@ from .sharding.model import ShardedModel
 from .sharding.optimizer import ShardedOptimizer
 from .sharding.whole import as_tensor, plain_state, state_problems, whole_params
 
-__all__ = ["load_group_sharded_model", "save_group_sharded_model"]
+__all__ = [
+    "MODEL_FILE",
+    "NAME_TABLE",
+    "OPTIMIZER_FILE",
+    "load_group_sharded_model",
+    "optimizer_entries",
+    "save_group_sharded_model",
+]
 
 MODEL_FILE = "model.pdmodel"
 OPTIMIZER_FILE = "model.pdopt"
 
-_NAME_TABLE = "StructuredToParameterName@@"  # paddle.save keeps under it what each entry's tensor is called
+NAME_TABLE = "StructuredToParameterName@@"  # paddle.save keeps under it what each entry's tensor is called
 _SAVE = "save_group_sharded_model"
 _LOAD = "load_group_sharded_model"
 
@@ -66,7 +73,7 @@ def save_group_sharded_model(model: nn.Layer, output: str, optimizer: Optional[A
         entries.clear()
         if optimizer is not None:
             state = optimizer._states.whole(keep=writes, as_arrays=True) if engine.dp_comm.rank == 0 else {}
-            _together(engine, lambda: files.write(OPTIMIZER_FILE, _optimizer_entries(state)) if writes else None)
+            _together(engine, lambda: files.write(OPTIMIZER_FILE, optimizer_entries(state)) if writes else None)
         _together(engine, lambda: files.publish() if writes else None)
     finally:
         files.discard()
@@ -113,15 +120,15 @@ def _model_entries(model: ShardedModel, keep: bool) -> dict[str, Any]:
     entries: dict[str, Any] = {
         name: arrays[id(tensor)] if id(tensor) in arrays else tensor.numpy() for name, tensor in state.items()
     }
-    entries[_NAME_TABLE] = {name: tensor.name for name, tensor in state.items()}
+    entries[NAME_TABLE] = {name: tensor.name for name, tensor in state.items()}
     return entries
 
 
-def _optimizer_entries(state: dict[str, Any]) -> dict[str, Any]:
+def optimizer_entries(state: dict[str, Any]) -> dict[str, Any]:
     """In the form that Paddle reads as tensors: with masters, pairs of name and array; without, a table of names."""
     special = ("LR_Scheduler", "master_weights")
     if "master_weights" not in state:
-        return {**state, _NAME_TABLE: {name: name for name in state if name not in special}}
+        return {**state, NAME_TABLE: {name: name for name in state if name not in special}}
     masters = {name: (f"{name}{MASTER_SUFFIX}", array) for name, array in state["master_weights"].items()}
     pairs = {name: value if name in special else (name, value) for name, value in state.items()}
     return {**pairs, "master_weights": masters}
@@ -178,7 +185,7 @@ def _prepare(model: Any, path: Any, optimizer: Optional[Any]) -> tuple[list[Call
     model_path, optimizer_path = _find_files(os.fspath(path))
     file = read_file(model_path)
     entries = file.entries
-    file_names = entries.pop(_NAME_TABLE, {})
+    file_names = entries.pop(NAME_TABLE, {})
     root = model._names_root if isinstance(model, ShardedModel) else unwrapped_layer(model)
     targets = plain_state(root)
     _check_entries(entries, targets, model_path)
@@ -243,7 +250,7 @@ def _rename(state: Mapping[str, Any], new_names: Mapping[str, str]) -> dict[str,
         parts = split_key(key, new_names)
         return key if parts is None else new_names[parts[0]] + parts[1]
 
-    special = ("LR_Scheduler", "master_weights", _NAME_TABLE)
+    special = ("LR_Scheduler", "master_weights", NAME_TABLE)
     result = {renamed(key): value for key, value in state.items() if key not in special}
     if "LR_Scheduler" in state:
         result["LR_Scheduler"] = state["LR_Scheduler"]

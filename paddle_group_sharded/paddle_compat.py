@@ -22,6 +22,7 @@ __all__ = [
     "GlooGroup",
     "HostMemory",
     "accumulators",
+    "add_pending_states",
     "allocated_bytes",
     "bind_view",
     "copy_options",
@@ -452,6 +453,11 @@ def set_master_weights(optimizer: Optimizer, masters: dict[str, Tensor]) -> None
 def pending_states(optimizer: Optimizer) -> dict[str, Any]:
     """What ``set_state_dict`` keeps until parameters are stepped for the first time."""
     return dict(optimizer._accumulators_holder)
+
+
+def add_pending_states(optimizer: Optimizer, states: Mapping[str, Any]) -> None:
+    """Add to :func:`pending_states`, by the keys of ``state_dict()``."""
+    optimizer._accumulators_holder.update(states)
 
 
 def take_pending_states(optimizer: Optimizer) -> dict[str, Any]:

@@ -11,9 +11,9 @@ import paddle
 from .paddle_compat import innermost_optimizer
 
 __all__ = [
+    "auto_casts",
     "clip_of",
     "conv_options",
-    "scale_factor",
     "step_with_scaler",
     "unscale_grads",
     "update_scale",
@@ -21,6 +21,11 @@ __all__ = [
 ]
 
 Tensor = Any
+
+
+def auto_casts() -> bool:
+    """Whether an ``auto_cast`` is in force that changes the dtypes in which operations compute."""
+    return int(paddle.base.framework._dygraph_tracer()._amp_level) != 0
 
 
 def conv_options(layer: Any) -> Optional[dict[str, Any]]:
@@ -64,11 +69,6 @@ def without_clips(optimizer: Any, which: Callable[[Any], bool]) -> Iterator[None
     finally:
         for place, key, clip in removed:
             place[key] = clip
-
-
-def scale_factor(scaler: Any) -> float:
-    """What a ``GradScaler`` multiplies the loss by; 1 where it is not enabled."""
-    return float(scaler._scale.reshape([]).item()) if scaler.is_enable() else 1.0
 
 
 def unscale_grads(scaler: Any, optimizer: Any) -> bool:

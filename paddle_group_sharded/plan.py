@@ -105,7 +105,8 @@ def plan(
 
     Args:
         model: as for ``group_sharded_parallel``; not wrapped yet.
-        optimizer: over parameters of ``model``; None: states count as nothing.
+        optimizer: over parameters of ``model``; None: states count as nothing.  States that a rule of your own makes in
+            its first step, not before, cannot be known.
         level: ``"os"``, ``"os_g"``, ``"p_g_os"``, or ``"none"`` for ``paddle.DataParallel``; None for all four.
         world_size: ranks that share the model, one number or several; None: those of this launch.
         buffer_max_size: as will be given to ``group_sharded_parallel``, like ``segment_size`` and ``exclude_layer``.

@@ -120,8 +120,7 @@ def _counts(record: Record) -> bool:
 def _own_bytes(model: ShardedModel, optimizer: ShardedOptimizer) -> int:
     """What lives of the model and its optimizer, whatever else the process holds."""
     engine = model._engine
-    gradients = [group.gradients for group in engine.groups]
-    grads = [tensor for each in gradients for tensor in (*each.lasting, *each.storage)]
+    grads = (tensor for group in engine.groups for tensor in group.gradients.storage)
     buffers = (buffer for _, buffer in engine.layer.named_buffers() if has_memory(buffer))
     kept: int = engine.memory_report()["kept"]
     return kept + _bytes_of([*_states(optimizer), *grads, *buffers])

@@ -100,6 +100,43 @@ class Job:
         return [after - before for before, after in zip(marks, marks[1:])]
 
 
+class Meters:
+    """Seconds spent inside some functions of the package while the context is open."""
+
+    def __init__(self) -> None:
+        from paddle_group_sharded.comm import worker
+        from paddle_group_sharded.sharding import gradients, group, optimizer
+
+        self.seconds = dict.fromkeys(("communication", "waiting", "copies", "optimizer"), 0.0)
+        self._places: list[tuple[Any, str, str]] = [
+            (worker.Task, "run", "communication"),  # in the communicator's thread
+            (worker.Task, "wait", "waiting"),
+            *((gradients, name, "copies") for name in ("accumulate", "copy_into", "scale_into", "pack")),
+            (group, "copy_into", "copies"),
+            (optimizer, "step_units", "optimizer"),
+        ]
+
+    def __enter__(self) -> dict[str, float]:
+        self._plain = [getattr(place, name) for place, name, _ in self._places]
+        for (place, name, meter), plain in zip(self._places, self._plain):
+            setattr(place, name, self._timed(plain, meter))
+        return self.seconds
+
+    def __exit__(self, *_: object) -> None:
+        for (place, name, _), plain in zip(self._places, self._plain):
+            setattr(place, name, plain)
+
+    def _timed(self, plain: Callable[..., Any], meter: str) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return plain(*args, **kwargs)
+            finally:
+                self.seconds[meter] += time.perf_counter() - started
+
+        return timed
+
+
 def collectives_alone(numel: int, group: Any) -> tuple[float, float]:
     """Seconds of one all-reduce of ``numel`` float32 elements, and of one all-gather to them, on warm buffers."""
     import paddle
@@ -138,8 +175,20 @@ def measure(work: Work, steps: int, turns: int, levels: Sequence[str]) -> dict[s
             dist.barrier()
             taken = [job.step() for _ in range(steps + WARMUP)]
             phases[name].append(taken[WARMUP:])
+    parts = {}
+    for level in levels:
+        dist.barrier()
+        with Meters() as seconds:
+            taken = [sum(jobs[level].step()) for _ in range(steps)]
+        parts[level] = {"all": sum(taken) / steps, **{name: value / steps for name, value in seconds.items()}}
     reduced, gathered = collectives_alone(bare.parameters, None)
-    return {"parameters": bare.parameters, "phases": phases, "all_reduce": reduced, "all_gather": gathered}
+    return {
+        "parameters": bare.parameters,
+        "phases": phases,
+        "parts": parts,
+        "all_reduce": reduced,
+        "all_gather": gathered,
+    }
 
 
 def profile(work: Work, level: str, steps: int) -> str:
@@ -222,9 +271,24 @@ def rows_of(found: dict[str, Any], ranks: int) -> list[dict[str, Any]]:
                 "floor_ms": floor,
                 "over_floor": total / floor - 1,
                 **{f"{phase}_ms": value for phase, value in zip(PHASES, medians(level))},
+                **parts_of(found["parts"][level], forward + backward),
             }
         )
     return rows
+
+
+def parts_of(parts: dict[str, float], compute_ms: float) -> dict[str, float]:
+    """Where the milliseconds of a step go, beside forward and backward of the bare model, which take ``compute_ms``."""
+    ms = {name: 1e3 * value for name, value in parts.items()}
+    known = compute_ms + ms["waiting"] + ms["copies"] + ms["optimizer"]
+    return {
+        "compute_ms": compute_ms,
+        "communication_ms": ms["communication"],  # in a thread of its own, beside everything else
+        "waiting_ms": ms["waiting"],
+        "copies_ms": ms["copies"],
+        "optimizer_ms": ms["optimizer"],
+        "other_ms": ms["all"] - known,  # Python, and what a busy machine adds
+    }
 
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
@@ -239,6 +303,12 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
             f"| {name} | {row['total_ms']:.1f} ms | {ratio} | {row['floor_ms']:.1f} "
             f"| {100 * row['over_floor']:+.0f} % | {phases} |"
         )
+    lines += ["", "| level | compute | communication | waited for it | optimizer | copies | Python and the rest |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for row in rows:
+        if row["level"] != "none":
+            names = ("compute", "communication", "waiting", "optimizer", "copies", "other")
+            lines.append(f"| `{row['level']}` | " + " | ".join(f"{row[f'{name}_ms']:.1f}" for name in names) + " |")
     return "\n".join(lines)
 
 

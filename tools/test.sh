@@ -9,7 +9,7 @@
 # PGS_VENV=DIR     where the environment is (default .venv-test, or .venv-test-gpu, beside the sources)
 # PGS_PYTHON=FILE  the Python to make it with
 # PGS_EXTRAS=...   more extras of setup.py to install, such as dev
-# PGS_JOBS=N       test files at once; those that start processes count as two (default 2)
+# PGS_JOBS=N       test files at once (default 2: ranks wait for each other half of the time)
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
 

@@ -1,6 +1,7 @@
-"""Trains a byte-level GPT at any sharding level, then reads the result back with nothing but Paddle.
+"""Trains a byte-level GPT at any sharding level or as a pipeline, then reads it back with nothing but Paddle.
 
 In two processes:  fleetrun --nproc_per_node 2 tools/train_gpt.py --level p_g_os
+As a pipeline:     fleetrun --nproc_per_node 2 tools/train_gpt.py --stages 2 --accumulate 8
 In one:            python tools/train_gpt.py
 
 A user's own script differs from this one in the model and the data; the lines that matter are in ``Trainer``.
@@ -16,7 +17,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import numpy as np
 import paddle
@@ -24,7 +25,9 @@ import paddle.distributed as dist
 import paddle.nn.functional as F
 from corpus import Corpus, CorpusError, Windows
 from gpt import GPT, GPTConfig, generate
+from gpt_pipeline import PipelineTrainer
 from paddle.distributed import fleet
+from train_checkpoints import Checkpoints
 from train_options import STATE_FILE, parse, read_state
 from train_report import Measured, progress_bar, say, table
 
@@ -165,6 +168,21 @@ class Trainer:
         return paddle.amp.auto_cast(level=self.options.amp, dtype=self.options.amp_dtype)
 
 
+class Stages(PipelineTrainer):
+    """The same steps, on a model that is spread over ranks; it is saved at the end, weights only."""
+
+    def __init__(self, options: Any, corpus: Corpus, ranks: Ranks) -> None:
+        super().__init__(options, corpus, ranks, rate_at)
+
+    def validate(self, windows: int = VALIDATION_WINDOWS) -> float:
+        """Mean loss over the validation windows of all replicas; collective."""
+        return super().validate(windows)
+
+    def save(self, step: int) -> None:
+        """Write the weights; collective."""
+        self.save_weights(Path(self.options.save))
+
+
 def new_model(options: Any) -> GPT:
     """The model that the options describe, before any wrapping."""
     model = GPT(GPTConfig(options.layers, options.width, options.heads, options.seq, options.dropout))
@@ -219,7 +237,7 @@ def read_back(options: Any, corpus: Corpus) -> str:
     )
 
 
-def train(trainer: Trainer, start: int) -> float:
+def train(trainer: Union[Trainer, Stages], start: int, checkpoints: Optional[Checkpoints]) -> float:
     """Steps ``start`` to the end, with a progress bar on rank 0; the last validation loss."""
     options = trainer.options
     stop = last_step(options)
@@ -237,6 +255,8 @@ def train(trainer: Trainer, start: int) -> float:
                 say(bar, f"step {done}: validation loss {trainer.validate():.4f}")
             if options.save_every and done % options.save_every == 0 and done < stop:
                 trainer.save(done)
+            if checkpoints is not None:
+                checkpoints.after_step(done, last=done == stop)
         validation = trainer.validate()
         say(bar, f"step {stop}: validation loss {validation:.4f}")
     return validation
@@ -252,14 +272,18 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
         corpus.check(options.seq)
         Path(options.save).mkdir(parents=True, exist_ok=True)
         ranks = Ranks()
-        trainer = Trainer(options, corpus, ranks)
-        start = 0 if options.resume is None else trainer.resume()
+        trainer: Any = (Trainer if options.stages == 1 else Stages)(options, corpus, ranks)
+        checkpoints = None if options.checkpoint is None else Checkpoints(trainer)
+        start = 0 if checkpoints is None else checkpoints.restore()
+        if options.resume is not None and start == 0:
+            start = trainer.resume()
         if start >= last_step(options):
-            return refuse(f"--resume {options.resume}: it has done its {start} steps; ask for more with --steps")
+            folder = options.checkpoint or options.resume
+            return refuse(f"{folder}: it has done its {start} steps; ask for more with --steps")
         if ranks.rank == 0:
             sizes = f"{len(corpus.train):,} bytes to train on, {len(corpus.validation):,} held out"
             print(f"{corpus.source}: {sizes}", flush=True)
-        validation = train(trainer, start)
+        validation = train(trainer, start, checkpoints)
         summary = summarize(trainer, validation)
         trainer.save(trainer.scheduler.last_epoch)
     except (CorpusError, CheckpointError, UsageError, OSError) as error:
@@ -269,9 +293,10 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     return 0
 
 
-def summarize(trainer: Trainer, validation: float) -> str:
-    """The table of the run so far; collective."""
-    return table(
+def summarize(trainer: Any, validation: float) -> str:
+    """The table of the run so far, and how full the pipeline was; collective."""
+    report = f"\n\n{trainer.report()}" if trainer.options.stages > 1 else ""
+    lines = table(
         level=trainer.options.level,
         parameters=trainer.num_parameters,
         tokens=trainer.options.batch * trainer.options.seq,
@@ -280,7 +305,9 @@ def summarize(trainer: Trainer, validation: float) -> str:
         states=trainer.ranks.gather(trainer.measured.states_bytes),
         peaks=trainer.ranks.gather(peak_bytes()),
         sixteen_bit=trainer.options.amp in ("O2", "bf16"),
+        stages=trainer.options.stages,
     )
+    return lines + report
 
 
 def refuse(reason: str) -> int:

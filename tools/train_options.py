@@ -16,7 +16,7 @@ STATE_FILE = "train_gpt.json"  # beside model.pdmodel and model.pdopt: the step,
 # They describe the saved weights and the order of the data: a resumed run cannot have others.
 FIXED = ("layers", "width", "heads", "seq", "data", "batch", "seed", "amp", "amp_dtype")
 # They belong to one launch and are not inherited.
-OWN = ("save", "resume", "stop_at")
+OWN = ("save", "resume", "stop_at", "checkpoint")
 # bf16: weights, gradients and what is sent are bfloat16; the optimizer steps float32 masters of its pieces.
 AMP = ("none", "O1", "O2", "bf16")
 
@@ -36,6 +36,8 @@ def parse(arguments: Optional[Sequence[str]], ranks: int) -> argparse.Namespace:
     for name in FIXED:
         if name in saved and getattr(options, name) != saved[name]:
             parser.error(f"{_flag(name)} {getattr(options, name)}: the run in {resume} has {saved[name]}; leave it out")
+    if options.level is None:
+        options.level = "p_g_os" if options.stages == 1 else "none"
     _check(parser, options, ranks)
     return options
 
@@ -51,7 +53,8 @@ def read_state(folder: str) -> dict[str, Any]:
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace, ranks: int) -> None:
     """Bounds and divisibility, each with what is allowed."""
     least = {"layers": 1, "width": 1, "heads": 1, "seq": 2, "batch": 1, "steps": 1, "accumulate": 1, "warmup": 0}
-    least.update({"eval_every": 0, "save_every": 0, "seed": 0, "sample": 0, "stop_at": 1})
+    least.update({"eval_every": 0, "save_every": 0, "seed": 0, "sample": 0, "stop_at": 1, "stages": 1})
+    least["checkpoint_every"] = 1
     for name, bound in least.items():
         if getattr(options, name) is not None and getattr(options, name) < bound:
             parser.error(f"{_flag(name)} {getattr(options, name)}: expected {bound} or more")
@@ -69,13 +72,30 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace, ranks: 
         parser.error(f"--width {options.width}: expected a multiple of --heads, {options.heads}")
     if options.amp == "bf16" and options.level == "none":
         parser.error("--amp bf16: plain Paddle cannot step bfloat16 weights; expected --level os, os_g or p_g_os")
-    pieces = ranks * options.accumulate
+    if options.stages > 1:
+        _check_pipeline(parser, options, ranks)
+    replicas = ranks // options.stages
+    pieces = replicas * options.accumulate
     if options.batch % pieces:
         near = options.batch + pieces - options.batch % pieces
+        what = "ranks" if options.stages == 1 else "replicas"
         parser.error(
-            f"--batch {options.batch}: expected a multiple of {ranks} ranks x --accumulate {options.accumulate}; "
+            f"--batch {options.batch}: expected a multiple of {replicas} {what} x --accumulate {options.accumulate}; "
             f"for example {near}"
         )
+
+
+def _check_pipeline(parser: argparse.ArgumentParser, options: argparse.Namespace, ranks: int) -> None:
+    if ranks % options.stages:
+        parser.error(f"--stages {options.stages}: expected a divisor of the {ranks} ranks of this launch")
+    if options.level != "none":
+        parser.error(f"--level {options.level}: stages of a pipeline are not sharded; leave it out with --stages")
+    if options.amp != "none":
+        parser.error(f"--amp {options.amp}: not with --stages")
+    if options.resume is not None:
+        parser.error("--resume: a pipeline saves its weights only, which is not enough to continue from")
+    if options.save_every:
+        parser.error(f"--save-every {options.save_every}: a pipeline saves at the end")
 
 
 def _flag(name: str) -> str:
@@ -89,7 +109,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--level", choices=LEVELS, default="p_g_os", help="what is sharded; none: paddle.DataParallel")
+    add("--level", choices=LEVELS, help="what is sharded; none: paddle.DataParallel; without it p_g_os, if one stage")
+    add("--stages", type=int, default=1, help="ranks of a pipeline; with 1 there is none")
+    add("--schedule", default="1f1b", help="of the pipeline: 1f1b, zb_h1, gpipe, or a file with a plan")
     add("--data", metavar="FILE", help="text to train on, instead of the source of Python's standard library")
     add("--layers", type=int, default=2, help="transformer blocks")
     add("--width", type=int, default=128, help="features of a token")
@@ -97,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seq", type=int, default=64, help="bytes in a window")
     add("--batch", type=int, default=8, help="windows in a step, over all ranks and micro-batches")
     add("--steps", type=int, default=800, help="optimizer steps")
-    add("--accumulate", type=int, default=1, help="micro-batches in a step")
+    add("--accumulate", type=int, default=1, help="micro-batches in a step; of a pipeline at least twice its stages")
     add("--amp", choices=AMP, default="none", help="O1, O2: auto_cast, on accelerators only; bf16: see below")
     add("--amp-dtype", choices=("bfloat16", "float16"), default="bfloat16", help="float16 adds a GradScaler")
     add("--dropout", type=float, default=0.0, help="chance that a feature is dropped")
@@ -111,6 +133,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--save", metavar="DIR", default="output/gpt", help="folder of the trained model")
     add("--save-every", type=int, default=0, help="steps between two savings; 0: only at the end")
     add("--resume", metavar="DIR", help="continue the run saved there: its options are the defaults")
+    add("--checkpoint", metavar="DIR", help="save the run there, and go on with what is there: survives a kill")
+    add("--checkpoint-every", type=int, default=50, help="steps between two checkpoints")
     add("--stop-at", type=int, metavar="STEP", help="save and end there, however many --steps are planned")
     add("--sample", type=int, default=300, help="bytes of text that the trained model writes")
     add("--temperature", type=float, default=0.7, help="of the sample; lower: less surprising")

@@ -70,6 +70,7 @@ def table(
     states: Sequence[float],
     peaks: Sequence[float],
     sixteen_bit: bool,
+    stages: int = 1,
 ) -> str:
     """The result; ``tokens`` are those of a step, ``states`` and ``peaks`` the bytes of each rank."""
     ranks = len(states)
@@ -79,14 +80,18 @@ def table(
         ("validation loss", f"{validation:.4f}"),
         ("step time, median", f"{seconds * 1e3:.1f} ms, {tokens / seconds:,.0f} tokens/s"),
         ("model states, MB per rank", _megabytes(states)),
-        (
-            f"ZeRO formula, {formula(level, sixteen_bit)} bytes a parameter",
-            _megabytes([state_bytes(level, parameters, ranks, sixteen_bit)]),
-        ),
+        *[
+            (
+                f"ZeRO formula, {formula(level, sixteen_bit)} bytes a parameter",
+                _megabytes([state_bytes(level, parameters, ranks, sixteen_bit)]),
+            )
+        ]
+        * (stages == 1),
         ("peak, MB per rank (with activations)", _megabytes(peaks)),
     ]
     width = max(len(name) for name, _ in rows)
-    title = f"level {level}, {ranks} rank{'s' * (ranks > 1)}, {parameters:,} parameters"
+    kind = f"level {level}" if stages == 1 else f"{stages} stages"
+    title = f"{kind}, {ranks} rank{'s' * (ranks > 1)}, {parameters:,} parameters"
     return "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows)])
 
 

@@ -20,7 +20,8 @@ SAYS_MORE = (
     "has been closed",
 )
 # Not for users' mistakes: the protocol of attribute access, and arguments that our own code gives.
-ALLOWED = {"AttributeError", "ValueError", "NotImplementedError", "SystemExit", "KeyError"}
+# StopIteration: what an iterator of micro-batches ends with, as in Paddle.
+ALLOWED = {"AttributeError", "ValueError", "NotImplementedError", "SystemExit", "KeyError", "StopIteration"}
 
 
 def raises() -> Iterator[tuple[str, ast.Raise]]:

@@ -230,6 +230,42 @@ def test_gradients_are_seen_and_dropped() -> None:
     assert layer.weight.main_grad is None and not compat.has_grad(layer.weight)
 
 
+def test_lazy_parameters() -> None:
+    """Filled for good or not, with the values of an ordinary construction."""
+    paddle.seed(7)
+    expected = nn.Linear(3, 2).weight.numpy()
+    with paddle.LazyGuard():
+        layer = nn.Linear(3, 2)
+    assert compat.is_lazy(layer.weight) and not compat.has_memory(layer.weight)
+    for for_good in (False, True):
+        paddle.seed(7)
+        compat.fill_lazy(layer.weight, for_good)
+        assert (layer.weight.numpy() == expected).all()
+        assert compat.is_lazy(layer.weight) == (not for_good)
+
+
+def test_functions_of_params() -> None:
+    """Those of an optimizer and of a group, of a parameter and of its name."""
+    layer = linear()
+    optimizer = paddle.optimizer.AdamW(parameters=layer.parameters(), apply_decay_param_fun=lambda name: ".w_" in name)
+    of_group = {"_lr_ratio": lambda param: float(param.size), "weight_decay": 0.1}
+    functions = compat.functions_of_params(optimizer, of_group)
+    assert [function(layer.weight) for function in functions] == [True, 6.0]
+    assert [function(layer.bias) for function in functions] == [False, 2.0]
+
+
+def test_pending_states_are_added_and_taken() -> None:
+    layer = linear()
+    optimizer = paddle.optimizer.Momentum(0.1, parameters=layer.parameters())
+    key = f"{layer.weight.name}_velocity_0"
+    compat.add_pending_states(optimizer, {key: paddle.full([3, 2], 5.0)})
+    assert list(compat.pending_states(optimizer)) == [key]
+    backward(layer)
+    optimizer.step()
+    velocity = compat.accumulators(optimizer)["velocity"][layer.weight.name]
+    assert velocity.numpy().tolist() == [[0.9 * 5.0 + 4.0] * 2] * 3
+
+
 def test_flat_grad_of_a_transposed_weight() -> None:
     weight = linear().weight
     x = ramp(2, 1)
@@ -282,7 +318,7 @@ def test_step_units_and_param_groups(grouped: bool) -> None:
                 {**options, "params": [(param, param.grad) for param in tensors]}
                 for options, tensors, _ in compat.param_groups(optimizer)
             ]
-            compat.step_units(optimizer, plan, lambda param: param)
+            compat.step_units(optimizer, plan, {param.name: param for param in layer.parameters()})
             groups = compat.param_groups(optimizer)
             assert [len(tensors) for _, tensors, _ in groups] == ([1, 1] if grouped else [2])
             assert all(found is clip for _, _, found in groups)
@@ -305,9 +341,15 @@ def test_step_units_gives_the_users_functions_the_users_parameters() -> None:
     optimizer = paddle.optimizer.Lamb(0.1, parameters=layer.parameters(), exclude_from_weight_decay_fn=exclude)
     unit = compat.new_param(layer.weight, [6], paddle.float32)
     compat.bind_view(unit, paddle.zeros([6]), 0, 6)
-    compat.step_units(optimizer, [{"params": [(unit, paddle.ones([6]))]}], lambda _: layer.weight)
+    unit.name = "another name"
+    compat.step_units(optimizer, [{"params": [(unit, paddle.ones([6]))]}], {"another name": layer.weight})
     assert all(param is layer.weight for param in seen) and seen
     assert optimizer._exclude_from_weight_decay_fn is exclude
+    names: list[str] = []
+    by_name = paddle.optimizer.AdamW(parameters=layer.parameters(), apply_decay_param_fun=names.append)
+    compat.step_units(by_name, [{"params": [(unit, paddle.ones([6]))]}], {"another name": layer.weight})
+    assert names and set(names) == {layer.weight.name}
+    assert by_name._apply_decay_param_fun == names.append
 
 
 def test_forget_fused_params() -> None:

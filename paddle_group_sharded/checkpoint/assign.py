@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 from ..errors import UsageError
 from .manifest import Key, key_text, tiling_problem
@@ -21,13 +21,15 @@ class Offer(NamedTuple):
     start: int  # first element, counted inside the whole tensor
     stop: int
     size: int  # bytes
-    own: Optional[int] = None  # checksum, where ranks may hold different values; that of the first one counts
+    checksum: int = 0  # of all of its bytes, or of a few; replicas with other values have another one
+    own: bool = False  # ranks are expected to hold different values
 
 
 def assign(offers: Sequence[Sequence[Offer]]) -> list[list[int]]:
     """For each rank, the numbers of those of its ``offers`` that it writes; the same on every rank.
 
-    An interval that several ranks hold goes to the one that has least to write so far.  Raises :class:`UsageError`
+    An interval that several ranks hold goes to the one that has least to write so far; if they hold different values of
+    it, that of the first one counts.  Raises :class:`UsageError`
     where ranks hold tensors of one name that differ in shape, or where nobody holds some of the elements.
     """
     holders: dict[Key, dict[tuple[int, int], list[tuple[int, int]]]] = {}
@@ -54,8 +56,12 @@ def assign(offers: Sequence[Sequence[Offer]]) -> list[list[int]]:
     # Those without a choice first, so that the others even out; then large before small.
     choices.sort(key=lambda ranks: (len(ranks) > 1, -offers[ranks[0][0]][ranks[0][1]].size))
     for candidates in choices:
-        own = offers[candidates[0][0]][candidates[0][1]].own is not None
-        rank, number = candidates[0] if own else min(candidates, key=lambda candidate: (load[candidate[0]], candidate))
+        alike = len({offers[rank][number].checksum for rank, number in candidates}) == 1
+        own = any(offers[rank][number].own for rank, number in candidates)
+        if alike and not own:
+            rank, number = min(candidates, key=lambda candidate: (load[candidate[0]], candidate))
+        else:
+            rank, number = candidates[0]
         chosen[rank].append(number)
         load[rank] += offers[rank][number].size
     return [sorted(numbers) for numbers in chosen]

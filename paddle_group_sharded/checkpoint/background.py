@@ -43,17 +43,20 @@ class PendingSave:
         self._after = after
         self._thread: Optional[threading.Thread] = None
         self._error: Optional[Exception] = None
+        self._has_written = threading.Event()  # this rank has, or has failed to
+        self._abandoned = threading.Event()  # a rank has ended: nobody publishes
 
     def run(self) -> None:
         """Write and publish.  Collective."""
         team, job = self._team, self._job
         try:
-            written = team.together(job.write, _LABEL)
+            try:
+                written = team.together(job.write, _LABEL)
+            except BaseException:
+                job.discard()
+                raise
             reports = team.exchange(written, _LABEL)
             team.together(lambda: self._complete(reports) if team.rank == 0 else None, _LABEL)
-        except BaseException:
-            job.discard()
-            raise
         finally:
             job.close()
 
@@ -66,8 +69,16 @@ class PendingSave:
         """Return when the save is complete; raise on every rank what has failed on one.  Collective."""
         if self._thread is None:
             return
-        self._thread.join()
-        self._thread = None
+        thread, self._thread = self._thread, None
+        self._has_written.wait()
+        try:
+            # All ranks have left their reports, or one has ended; rank 0's thread would wait for that one's.
+            self._team.exchange(None, _LABEL)
+        except BaseException:
+            self._abandoned.set()
+            raise
+        finally:
+            thread.join()
         self._team.together(self._raise, _LABEL)
 
     def _raise(self) -> None:
@@ -80,14 +91,16 @@ class PendingSave:
             try:
                 self._leave({"written": self._job.write()})
             except Exception as error:
+                self._job.discard()
                 with suppress(OSError):
                     self._leave({"error": f"rank {self._job.rank}: {error}"})
                 raise
+            finally:
+                self._has_written.set()
             if self._team.rank == 0:
                 self._complete(self._reports())
         except Exception as error:
             self._error = error
-            self._job.discard()
         finally:
             self._job.close()
 
@@ -107,7 +120,7 @@ class PendingSave:
             path = self._job.report_path(len(reports))
             if path.exists():
                 reports.append(_report(json.loads(path.read_bytes())))
-            elif time.monotonic() > deadline:
+            elif self._abandoned.is_set() or time.monotonic() > deadline:
                 raise CheckpointError(f"{path}: rank {len(reports)} has not written its file")
             else:
                 time.sleep(_POLL_SECONDS)

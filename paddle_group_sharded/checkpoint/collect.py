@@ -10,14 +10,13 @@ import numpy as np
 
 from ..errors import UsageError
 from ..paddle_compat import lr_scheduler
-from ..sharding.optimizer import ShardedOptimizer
-from ..sharding.rules import unwrap_optimizer
-from .build import subject_of
+from ..pipeline.parallel import PipelineParallel
+from .build import inner_optimizer, subject_of
 from .data import pack
 from .holding import Holding, whole_holding
 from .random_state import get_random_states
 
-__all__ = ["Extras", "Parts", "collect", "inner_optimizer"]
+__all__ = ["Extras", "Parts", "collect"]
 
 
 class Extras(NamedTuple):
@@ -46,7 +45,7 @@ def collect(rank: int, model: Any, optimizer: Optional[Any], extras: Extras) -> 
     arrays: dict[str, Any] = {}
     data = {"extra": pack(extras.extra, arrays)}
     checksum = None if extras.extra is None else _checksum(data["extra"], arrays)
-    data.update(pack(_settings(optimizer, extras), arrays, "the state"))
+    data.update(pack(_settings(model, optimizer, extras), arrays, "the state"))
     holdings = [*subject.model(), *subject.states()]
     if rank == 0:
         holdings += [whole_holding(("data", number), value, own=True) for number, value in arrays.items()]
@@ -62,23 +61,20 @@ def collect(rank: int, model: Any, optimizer: Optional[Any], extras: Extras) -> 
     )
 
 
-def inner_optimizer(optimizer: Any) -> Any:
-    """The optimizer of ``paddle.optimizer`` inside of all wrappers."""
-    return optimizer._optim if isinstance(optimizer, ShardedOptimizer) else unwrap_optimizer(optimizer)
-
-
-def _settings(optimizer: Optional[Any], extras: Extras) -> dict[str, Any]:
+def _settings(model: Any, optimizer: Optional[Any], extras: Extras) -> dict[str, Any]:
     settings: dict[str, Any] = {}
-    if optimizer is not None:
-        inner = inner_optimizer(optimizer)
+    if isinstance(model, PipelineParallel):
+        settings["random_step"] = model.random_step
+    inner = inner_optimizer(optimizer)
+    if inner is not None:
         own = lr_scheduler(inner)
         settings["optimizer"] = type(inner).__name__
         if own is None:
             settings["learning_rate"] = float(inner.get_lr())
         else:
             settings["scheduler"] = own.state_dict()
-        if extras.scheduler is own:
-            extras = extras._replace(scheduler=None)
+            if extras.scheduler is own:
+                extras = extras._replace(scheduler=None)
     for name, part in (("lr_scheduler", extras.scheduler), ("scaler", extras.scaler)):
         if part is not None:
             if not hasattr(part, "state_dict"):

@@ -8,9 +8,9 @@ import numpy as np
 
 from ..errors import CheckpointError, UsageError
 
-__all__ = ["code_of", "dtype_name", "itemsize", "name_of_code", "numpy_dtype"]
+__all__ = ["CODES", "code_of", "dtype_name", "itemsize", "name_of_code", "numpy_dtype"]
 
-_CODES = {
+CODES = {
     "bool": "BOOL",
     "uint8": "U8",
     "int8": "I8",
@@ -25,7 +25,7 @@ _CODES = {
     "float64": "F64",
     "complex64": "C64",
 }
-_NAMES = {code: name for name, code in _CODES.items()}
+_NAMES = {code: name for name, code in CODES.items()}
 
 
 def dtype_name(dtype: Any, what: str) -> str:
@@ -35,14 +35,14 @@ def dtype_name(dtype: Any, what: str) -> str:
     """
     name = str(np.dtype(dtype)) if isinstance(dtype, (np.dtype, type)) else str(dtype).rpartition(".")[2]
     name = "bfloat16" if name == "uint16" else name
-    if name not in _CODES:
-        raise UsageError(f"{what} has dtype {name}, which a checkpoint cannot hold; expected one of {sorted(_CODES)}")
+    if name not in CODES:
+        raise UsageError(f"{what} has dtype {name}, which a checkpoint cannot hold; expected one of {sorted(CODES)}")
     return name
 
 
 def code_of(name: str) -> str:
     """The code in a safetensors header."""
-    return _CODES[name]
+    return CODES[name]
 
 
 def name_of_code(code: str, what: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from ..paddle_compat import flat_view, host_view
 from ..sharding.ops import copy_into
 from .assign import Offer
 from .dtypes import dtype_name, itemsize, numpy_dtype
-from .manifest import Key, TensorEntry, key_text, overlaps
+from .manifest import Key, TensorEntry, key_text, overlaps, piece_name
 from .tensor_file import Blob, TensorFiles
 
 __all__ = ["Holding", "whole_holding"]
@@ -22,6 +22,7 @@ __all__ = ["Holding", "whole_holding"]
 Tensor = Any
 
 _CHUNK = 1 << 20  # elements that are converted at a time
+_SAMPLE = 1024  # elements at either end that tell whether replicas have drifted apart
 
 
 @dataclass(frozen=True)
@@ -44,26 +45,35 @@ class Holding:
     def offer(self) -> Offer:
         """What is told to the other ranks."""
         size = (self.stop - self.start) * itemsize(self.dtype)
-        checksum = self.checksum() if self.own else None
-        return Offer(self.key, self.dtype, self.shape, self.start, self.stop, size, checksum)
+        checksum = self._checksum(self.stop - self.start) if self.own else self._checksum(_SAMPLE)
+        return Offer(self.key, self.dtype, self.shape, self.start, self.stop, size, checksum, self.own)
 
     def blob(self) -> Blob:
         """What is written: in the tensor's own shape where it is whole."""
-        if self.start == 0 and self.stop == math.prod(self.shape):
-            return Blob(key_text(self.key), self.dtype, self.shape, self.array)
-        name = f"{key_text(self.key)}[{self.start}:{self.stop}]"
-        return Blob(name, self.dtype, (self.stop - self.start,), self.array)
+        numel, count = math.prod(self.shape), self.stop - self.start
+        name = piece_name(self.key, numel, self.start, self.stop)
+        return Blob(name, self.dtype, self.shape if count == numel else (count,), self.array)
 
     def array(self) -> Any:
         """The elements as a 1-D array: the memory itself where it is on the host, else a copy."""
         if isinstance(self.tensor, np.ndarray):
-            return np.ascontiguousarray(self.tensor, numpy_dtype(self.dtype)).reshape(-1)
+            flat = np.ascontiguousarray(self.tensor, numpy_dtype(self.dtype)).reshape(-1)
+            return flat[self.offset : self.offset + self.stop - self.start]
         view = self._view()
         return host_view(view if view.place.is_cpu_place() else view.cpu())
 
-    def checksum(self) -> int:
-        """crc32 of the elements' bytes."""
-        return zlib.crc32(self.array().view(np.uint8))
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of the tensor."""
+        return self.start == 0 and self.stop == math.prod(self.shape)
+
+    def _checksum(self, count: int) -> int:
+        """crc32 of the first and the last ``count`` elements' bytes."""
+        checksum = 0
+        for start, stop in _ends(self.stop - self.start, count):
+            part = replace(self, start=self.start + start, stop=self.start + stop, offset=self.offset + start)
+            checksum = zlib.crc32(part.array().view(np.uint8), checksum)
+        return checksum
 
     def load(self, files: TensorFiles, entry: TensorEntry) -> None:
         """Overwrite the elements by those of ``entry``, converting where its element type is another one."""
@@ -92,6 +102,10 @@ class Holding:
 def whole_holding(key: Key, tensor: Tensor, own: bool = False) -> Holding:
     """A whole tensor."""
     return Holding(key, tuple(tensor.shape), 0, int(tensor.size), tensor, own=own)
+
+
+def _ends(size: int, count: int) -> list[tuple[int, int]]:
+    return [(0, size)] if size <= 2 * count else [(0, count), (size - count, size)]
 
 
 def _in_order(tensor: Tensor) -> bool:

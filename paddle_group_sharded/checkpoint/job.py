@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Optional
 
 from ..errors import CheckpointError
-from .assign import Offer
 from .durable import TEMPORARY_SUFFIX, FolderLock, create, make_folder, remove, sync_folder
 from .manifest import MANIFEST_FILE, FileInfo, Key, Manifest, PieceEntry, TensorEntry
 from .progress import progress
@@ -17,6 +17,8 @@ from .tensor_file import Blob, write_tensors
 
 __all__ = ["Piece", "SaveJob", "Written", "compose"]
 
+_PATIENCE_SECONDS = 60.0
+_POLL_SECONDS = 0.2
 _FILE_OF_A_SAVE = re.compile(r"([0-9a-f]{16})-\d{5}\.(safetensors|done)(\.writing)?")
 
 
@@ -53,7 +55,6 @@ class SaveJob:
         self.rank = rank
         self._pieces = list(pieces)
         self._lock: Optional[FolderLock] = None
-        self._published = False
 
     @property
     def file(self) -> str:
@@ -79,6 +80,7 @@ class SaveJob:
         """Write this rank's file."""
         if not self._pieces:
             return Written(self.file, None, [])
+        make_folder(self.folder)  # a network disk may not show rank 0's to this host yet
         blobs = [piece.blob for piece in self._pieces]
         with progress(f"rank {self.rank} writes", sum(blob.size for blob in blobs), self.rank == 0) as on_bytes:
             checksums, info = write_tensors(self.folder / self.file, blobs, on_bytes)
@@ -91,18 +93,41 @@ class SaveJob:
 
     def publish(self, manifest: Manifest) -> None:
         """Make the save count: from here on readers see it."""
-        for name, info in manifest.files.items():
-            path = self.folder / name
-            if not path.exists() or path.stat().st_size != info.size:
-                raise CheckpointError(
-                    f"{path}, which another rank has written, is not there with its {info.size} bytes; all ranks must "
-                    "write to one shared folder"
-                )
-        path = self.folder / MANIFEST_FILE
-        with create(path) as file:
-            file.write(manifest.to_bytes())
-        self._published = True
+        self._await_files(manifest)
+        try:
+            with create(self.folder / MANIFEST_FILE) as file:
+                file.write(manifest.to_bytes())
+        except BaseException:
+            if not self._counts():
+                for name in manifest.files:
+                    with suppress(OSError):
+                        remove(self.folder / name)
+            raise
         self._remove_unused(set(manifest.files))
+
+    def _await_files(self, manifest: Manifest) -> None:
+        """All of them are there, but a network disk may show them a little later than their writers say."""
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while True:
+            here = {path.name: path.stat().st_size for path in self.folder.iterdir() if path.name in manifest.files}
+            missing = [name for name, info in manifest.files.items() if here.get(name) != info.size]
+            if not missing:
+                return
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"{self.folder / missing[0]}, which another rank has written, is not there with its "
+                    f"{manifest.files[missing[0]].size} bytes; all ranks must write to one shared folder"
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def _counts(self) -> bool:
+        """Whether this save may be the one that readers see, for all that can be told."""
+        try:
+            return self.save.encode() in (self.folder / MANIFEST_FILE).read_bytes()
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
 
     def _remove_unused(self, used: set[str]) -> None:
         """Files of the save before, and of saves that were killed."""
@@ -114,10 +139,12 @@ class SaveJob:
         sync_folder(self.folder)
 
     def discard(self) -> None:
-        """After an error: remove this rank's file.  The checkpoint before is as it was."""
+        """Remove this rank's file, where it is known that nobody publishes it.
+
+        A rank that has lost rank 0 does not know: the file stays, and the next save removes it if it is not used.
+        """
         with suppress(OSError):
-            if not self._published:
-                remove(self.folder / self.file)
+            remove(self.folder / self.file)
 
     def close(self) -> None:
         """Let others write into the folder."""
@@ -126,9 +153,14 @@ class SaveJob:
             self._lock = None
 
 
-def compose(offers: Sequence[Sequence[Offer]], reports: Sequence[Written], rest: Manifest) -> Manifest:
-    """The manifest of what all ranks have written."""
-    shapes = {offer.key: (offer.dtype, offer.shape) for held in offers for offer in held}
+def compose(
+    shapes: dict[Key, tuple[str, tuple[int, ...]]], reports: Sequence[Written], rest: Manifest
+) -> Manifest:
+    """The manifest of what all ranks have written.
+
+    ``shapes``: dtype and shape of the tensors, of those at least that have no elements and are in no file.
+    """
+    shapes = dict(shapes)
     pieces: dict[Key, list[PieceEntry]] = {key: [] for key in shapes}
     for report in reports:
         for key, dtype, shape, piece in report.pieces:

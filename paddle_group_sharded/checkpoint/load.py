@@ -10,9 +10,10 @@ from typing import Any, Literal, NamedTuple, Optional, Union, overload
 
 from ..errors import CheckpointError, UsageError
 from ..paddle_compat import lr_scheduler as scheduler_of
+from ..pipeline.parallel import PipelineParallel
 from .background import IN_FLIGHT
-from .build import subject_of, team_of
-from .collect import Extras, inner_optimizer
+from .build import inner_optimizer, subject_of, team_of
+from .collect import Extras
 from .holding import Holding
 from .manifest import Manifest, TensorEntry
 from .match import LoadReport, Match, match_model, match_states
@@ -98,7 +99,7 @@ def read_checkpoint(path: Any, model: Any, optimizer: Optional[Any], extras: Ext
     """:func:`load_checkpoint`."""
     IN_FLIGHT.settle()
     team = team_of(model)
-    job = team.together(lambda: _Load.prepare(path, model, optimizer), _LABEL)
+    job = team.together(lambda: _Load.prepare(path, model, optimizer, strict), _LABEL)
     report = _agree(team, job, strict)
     with job.files:
         data = team.together(lambda: _verified(team, job), _LABEL)
@@ -106,8 +107,8 @@ def read_checkpoint(path: Any, model: Any, optimizer: Optional[Any], extras: Ext
         # From here on nothing can fail but the hardware.
         team.together(lambda: _write_weights(team, job), _LABEL)
         job.subject.end_weights()
-        team.together(lambda: _write_states(job), _LABEL)
-        team.together(lambda: _restore(team, job, data, optimizer, extras), _LABEL)
+        team.together(lambda: _write_states(team, job), _LABEL)
+        team.together(lambda: _restore(team, job, data, model, optimizer, extras), _LABEL)
     return Loaded(data["extra"], report, job.manifest.info)
 
 
@@ -122,13 +123,14 @@ class _Load(NamedTuple):
     has_optimizer: bool
 
     @classmethod
-    def prepare(cls, path: Any, model: Any, optimizer: Optional[Any]) -> _Load:
+    def prepare(cls, path: Any, model: Any, optimizer: Optional[Any], strict: bool) -> _Load:
         if not isinstance(path, (str, os.PathLike)):
             raise UsageError(f"path must be the path of a folder, got {type(path).__name__}")
         folder = Path(path).absolute()
         subject = subject_of(model, optimizer)
         manifest = read_manifest(folder)
-        if optimizer is not None and not manifest.section("optimizer") and "optimizer" not in (manifest.data or {}):
+        without_states = not manifest.section("optimizer") and "optimizer" not in (manifest.data or {})
+        if optimizer is not None and without_states and strict:
             raise CheckpointError(f"{folder} has no optimizer state; pass optimizer=None to read the weights only")
         match = Match()
         names = subject.names.all
@@ -175,15 +177,24 @@ def _verified(team: Team, job: _Load) -> Any:
 
 
 def _check_data(job: _Load, data: Any, optimizer: Optional[Any], extras: Extras, strict: bool) -> None:
-    """Whether what the caller wants to have restored was saved."""
+    """Whether what the caller wants to have restored was saved, and fits: Paddle finds out half-way."""
     missing = []
     if extras.scaler is not None and extras.scaler.is_enable() and not data.get("scaler"):
         missing.append("scaler")
-    own = None if optimizer is None else scheduler_of(inner_optimizer(optimizer))
+    inner = inner_optimizer(optimizer)
+    own = None if inner is None else scheduler_of(inner)
     if own is not None and "scheduler" not in data:
         missing.append("the state of the optimizer's lr_scheduler")
     if extras.scheduler is not None and extras.scheduler is not own and "lr_scheduler" not in data:
         missing.append("lr_scheduler")
+    for name, scheduler in (("scheduler", own), ("lr_scheduler", extras.scheduler)):
+        if scheduler is not None and name in data:
+            lacking = [key for key in scheduler.state_dict() if key not in data[name]]
+            if lacking:
+                raise CheckpointError(
+                    f"{job.folder} has the state of another {name} than {type(scheduler).__name__}, which keeps "
+                    f"{', '.join(lacking)} too"
+                )
     if missing and strict:
         raise CheckpointError(f"{job.folder} does not fit; missing: {', '.join(missing)}")
 
@@ -193,30 +204,31 @@ def _write_weights(team: Team, job: _Load) -> None:
     for holding in job.subject.model():
         entry = job.match.model.get(holding.key[1])
         if entry is not None:
-            holding.load(job.files, _own_entry(team, job, holding) or entry)
+            holding.load(job.files, _own_entry(team, job, holding, entry))
 
 
-def _own_entry(team: Team, job: _Load, holding: Holding) -> Optional[TensorEntry]:
+def _own_entry(team: Team, job: _Load, holding: Holding, entry: TensorEntry) -> TensorEntry:
     """What this very rank had under the name, where the ranks are those of the save and it differed from the rest."""
-    if not holding.own or team.world_size != job.manifest.world_size:
-        return None
-    return job.manifest.tensors.get(("rank", str(team.rank), "/".join(holding.key)))
+    if not holding.is_whole or team.world_size != job.manifest.world_size:
+        return entry
+    own = job.manifest.tensors.get(("rank", str(team.rank), "/".join(holding.key)), entry)
+    return own if own.shape == entry.shape else entry
 
 
-def _write_states(job: _Load) -> None:
+def _write_states(team: Team, job: _Load) -> None:
     targets = job.subject.state_targets({name: list(found) for name, found in job.match.states.items() if found})
     for holding in targets:
         _, name, state = holding.key
-        holding.load(job.files, job.match.states[name][state])
+        holding.load(job.files, _own_entry(team, job, holding, job.match.states[name][state]))
 
 
-def _restore(team: Team, job: _Load, data: Any, optimizer: Optional[Any], extras: Extras) -> None:
+def _restore(team: Team, job: _Load, data: Any, model: Any, optimizer: Optional[Any], extras: Extras) -> None:
     """Rates, schedulers, the scaler and, where training is to go on as before, the random states."""
     if extras.scaler is not None and data.get("scaler"):
         extras.scaler.load_state_dict(data["scaler"])
     own = None
-    if optimizer is not None:
-        inner = inner_optimizer(optimizer)
+    inner = inner_optimizer(optimizer)
+    if inner is not None:
         own = scheduler_of(inner)
         if own is not None and "scheduler" in data:
             own.set_state_dict(data["scheduler"])
@@ -226,12 +238,14 @@ def _restore(team: Team, job: _Load, data: Any, optimizer: Optional[Any], extras
         extras.scheduler.set_state_dict(data["lr_scheduler"])
     if optimizer is not None:
         _restore_random(team, job)
+        if isinstance(model, PipelineParallel) and "random_step" in data:
+            model.random_step = data["random_step"]
 
 
 def _restore_random(team: Team, job: _Load) -> None:
     entry = job.manifest.tensors.get(("rank", str(team.rank), "random"))
     if entry is None or job.manifest.world_size != team.world_size:
-        _logger.info("random states are those of %d ranks and stay as they are", job.manifest.world_size)
+        _logger.info("random states stay: the checkpoint has none, or those of %d ranks", job.manifest.world_size)
         return
     states = json.loads(read_whole(job.files, entry).tobytes())
     if not set_random_states(states):

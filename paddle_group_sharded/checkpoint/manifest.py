@@ -33,6 +33,7 @@ __all__ = [
     "TensorEntry",
     "key_text",
     "overlaps",
+    "piece_name",
     "tiling_problem",
 ]
 
@@ -153,7 +154,7 @@ class Manifest:
         for key, entry in self.tensors.items():
             problem = tiling_problem(entry.numel, [(piece.start, piece.stop) for piece in entry.pieces])
             if problem:
-                raise CheckpointError(f"{path}: {key_text(key)} {list(entry.shape)}: {problem}")
+                raise CheckpointError(f"{path} is damaged at {key_text(key)} {list(entry.shape)}: {problem}")
             for piece in entry.pieces:
                 if piece.file not in self.files or "/" in piece.file:
                     raise CheckpointError(f"{path}: {key_text(key)} lies in {piece.file!r}, which is not listed")
@@ -165,6 +166,15 @@ class Manifest:
 def key_text(key: Key) -> str:
     """``key`` as it stands in messages and as a name inside tensor files: ``weight``, ``optimizer/weight/moment1``."""
     return key[1] if key[0] == "model" else "/".join(key)
+
+
+def piece_name(key: Key, numel: int, start: int, stop: int) -> str:
+    """What elements ``start`` to ``stop`` of ``key`` are called inside a tensor file; just the name where it is whole.
+
+    >>> piece_name(("model", "weight"), 12, 0, 7), piece_name(("model", "weight"), 12, 0, 12)
+    ('weight[0:7]', 'weight')
+    """
+    return key_text(key) if (start, stop) == (0, numel) else f"{key_text(key)}[{start}:{stop}]"
 
 
 def tiling_problem(numel: int, intervals: Sequence[tuple[int, int]]) -> str:
@@ -194,7 +204,7 @@ def _parse(content: bytes, path: str) -> dict[str, Any]:
     try:
         body = json.loads(content)
     except ValueError as error:  # also a byte that is no text
-        raise CheckpointError(f"{path} is damaged: {error}") from error
+        raise CheckpointError(f"{path} is damaged, expected JSON: {error}") from error
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         raise CheckpointError(f"{path} is no manifest of a checkpoint; expected a file of save_checkpoint")
     if body.get("version") != VERSION:

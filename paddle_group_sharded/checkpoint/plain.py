@@ -20,12 +20,12 @@ from ..paddle_compat import (
 )
 from ..sharding.matching import Owner, match_states
 from ..sharding.ops import LOW_PRECISION, copy_into
-from ..sharding.rules import steps_pieces, unwrap_optimizer
+from ..sharding.rules import steps_pieces
 from ..sharding.state import StateSpec, probe_states, whole_shape
 from ..sharding.whole import as_tensor
 from .holding import Holding, whole_holding
 from .match import MASTER, StateOwner
-from .subject import Names, differs_by_rank, live_state
+from .subject import Names, differs_by_rank
 
 __all__ = ["PlainSubject"]
 
@@ -37,13 +37,13 @@ class PlainSubject:
 
     level = "none"
 
-    def __init__(self, model: Any, optimizer: Optional[Any]) -> None:
-        """``model``: a layer, or an object whose ``state_dict()`` has the names of the whole model."""
-        self.names = Names(live_state(model))
+    def __init__(self, names: Names, optimizer: Optional[Any]) -> None:
+        """``names``: of this rank's tensors; ``optimizer``: the innermost one."""
+        self.names = names
         for name, tensor in self.names.tensors.items():
             if tensor.size and not has_memory(tensor):
                 raise UsageError(f"parameter {name!r} is not initialised; call its initialize() first")
-        self._inner = None if optimizer is None else unwrap_optimizer(optimizer)
+        self._inner = optimizer
         self._params: dict[str, Tensor] = {}
         self._specs: dict[Any, dict[str, StateSpec]] = {}
         if self._inner is not None:

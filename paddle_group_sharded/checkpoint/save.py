@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Callable, NamedTuple, Optional
 
@@ -16,13 +18,16 @@ from .build import team_of
 from .collect import Extras, Parts, collect
 from .holding import Holding
 from .job import Piece, SaveJob, compose
-from .manifest import Key, Manifest
+from .manifest import Key, Manifest, key_text
 from .team import Team
 
 __all__ = ["save_checkpoint", "write_checkpoint"]
 
+_logger = logging.getLogger(__name__)
+
 _LABEL = "save_checkpoint"
 _SAVE_BYTES = 8
+_OF_THE_OPTIMIZER = ("optimizer", "learning_rate", "scheduler")
 
 
 def save_checkpoint(
@@ -99,7 +104,7 @@ def write_checkpoint(
         info={"level": parts.level, "paddle": paddle.version.full_version, **(info or {})},
     )
     job = SaveJob(folder, plan.save, team.rank, plan.pieces)
-    pending = PendingSave(team, job, lambda reports: compose(plan.offers, reports, manifest), after)
+    pending = PendingSave(team, job, lambda reports: compose(plan.shapes, reports, manifest), after)
     try:
         team.together(lambda: job.open() if team.rank == 0 else None, _LABEL)
         if async_save:
@@ -122,7 +127,7 @@ def _folder(path: Any) -> Path:
 
 class _Plan(NamedTuple):
     save: str
-    offers: list[list[Offer]]  # by rank
+    shapes: dict[Key, tuple[str, tuple[int, ...]]]  # dtype and shape of every tensor
     pieces: list[Piece]  # of this rank
     aliases: dict[str, str]
     parameter_names: dict[str, str]
@@ -163,6 +168,14 @@ def _plan(team: Team, folder: str, parts: Parts) -> _Plan:
     data = _common_data(said)
     chosen = assign([every.offers for every in said])
     pieces = [_piece(parts.holdings[number]) for number in chosen[team.rank]]
+    drifted = _drifted(said)
+    if drifted and team.rank == 0:
+        _logger.warning(
+            "ranks hold different values of %s%s; those of the first rank count, and the others' are kept for the case "
+            "that as many ranks load them",
+            drifted[0],
+            f" and of {len(drifted) - 1} more" if len(drifted) > 1 else "",
+        )
     pieces += [_piece(holding) for holding in [*parts.rank_holdings, *_differing(team.rank, parts, said)]]
     aliases: dict[str, str] = {}
     parameter_names: dict[str, str] = {}
@@ -172,7 +185,8 @@ def _plan(team: Team, folder: str, parts: Parts) -> _Plan:
             parameter_names.setdefault(name, parameter_name)
     stored = {offer.key[1] for every in said for offer in every.offers if offer.key[0] == "model"}
     aliases = {alias: name for alias, name in aliases.items() if alias not in stored}
-    return _Plan(said[0].save, [every.offers for every in said], pieces, aliases, parameter_names, data)
+    shapes = {offer.key: (offer.dtype, offer.shape) for every in said for offer in every.offers}
+    return _Plan(said[0].save, shapes, pieces, aliases, parameter_names, data)
 
 
 def _common_data(said: Sequence[_Said]) -> Any:
@@ -184,21 +198,38 @@ def _common_data(said: Sequence[_Said]) -> Any:
                 f"extra differs between rank 0 and rank {rank}; give the same on every rank, for example a list with "
                 "an entry for each rank"
             )
-    return said[0].data
+    data = dict(said[0].data)
+    for every in said:
+        for name in _OF_THE_OPTIMIZER:  # the first rank of a pipeline may have no parameters, and so no optimizer
+            if name in every.data:
+                data.setdefault(name, every.data[name])
+    return data
+
+
+def _first_checksums(said: Sequence[_Said]) -> dict[tuple[Key, int, int], int]:
+    """Of each interval, by its key and its bounds, the checksum of the first rank that holds it."""
+    first: dict[tuple[Key, int, int], int] = {}
+    for every in said:
+        for offer in every.offers:
+            first.setdefault((offer.key, offer.start, offer.stop), offer.checksum)
+    return first
+
+
+def _drifted(said: Sequence[_Said]) -> list[str]:
+    """Tensors that should be the same on all ranks that hold them, and are not."""
+    first = _first_checksums(said)
+    offers = (offer for every in said for offer in every.offers)
+    other = (offer for offer in offers if not offer.own and offer.checksum != first[offer.key, offer.start, offer.stop])
+    return list(dict.fromkeys(key_text(offer.key) for offer in other))
 
 
 def _differing(rank: int, parts: Parts, said: Sequence[_Said]) -> list[Holding]:
     """Values of this rank that are not what will be saved for all: they are kept beside it, for this rank alone."""
-    counts: dict[Key, int] = {}
-    for every in said:
-        for offer in every.offers:
-            if offer.own is not None:
-                counts.setdefault(offer.key, offer.own)
-    mine = zip(parts.holdings, said[rank].offers)
+    first = _first_checksums(said)
     return [
-        Holding(("rank", str(rank), "/".join(holding.key)), holding.shape, 0, holding.stop, holding.tensor)
-        for holding, offer in mine
-        if offer.own is not None and offer.own != counts[offer.key]
+        replace(holding, key=("rank", str(rank), "/".join(holding.key)))
+        for holding, offer in zip(parts.holdings, said[rank].offers)
+        if holding.is_whole and offer.checksum != first[offer.key, offer.start, offer.stop]
     ]
 
 

@@ -5,7 +5,7 @@ The names are structured names of the unwrapped model.  One tensor has one *firs
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from paddle import nn
@@ -49,17 +49,21 @@ class Subject(Protocol):
 class Names:
     """Names of one model's tensors."""
 
-    def __init__(self, state: Mapping[str, Tensor]) -> None:
-        """``state``: every name, with the tensor itself."""
+    def __init__(
+        self, state: Mapping[str, Tensor], names_of: Callable[[str], Sequence[str]] = lambda name: (name,)
+    ) -> None:
+        """``state``: every name, with the tensor itself.
+
+        ``names_of`` gives all names of the tensor that has a name, the first one first, where other ranks have more.
+        """
         self.tensors: dict[str, Tensor] = {}  # by first name
         self.aliases: dict[str, str] = {}  # further name -> first name
         self._first: dict[int, str] = {}
         for name, tensor in state.items():
-            first = self._first.setdefault(id(tensor), name)
-            if first == name:
-                self.tensors[name] = tensor
-            else:
-                self.aliases[name] = first
+            every = names_of(name)
+            first = self._first.setdefault(id(tensor), every[0])
+            self.tensors.setdefault(first, tensor)
+            self.aliases.update((other, first) for other in (name, *every) if other != first)
         self._by_parameter_name = {tensor.name: name for name, tensor in self.tensors.items()}
 
     @property
@@ -89,10 +93,8 @@ class Names:
 def live_state(model: Any) -> dict[str, Tensor]:
     """Every tensor that ``model`` saves, itself and not a copy, by its name in the unwrapped model."""
     root = unwrapped_layer(model) if isinstance(model, nn.Layer) else model
-    if type(root).state_dict is nn.Layer.state_dict:
-        state = plain_state(root)
-    else:  # such as one stage of a pipeline, which knows the names of the whole
-        state = root.state_dict()
+    plain = type(root).state_dict is nn.Layer.state_dict
+    state = plain_state(root) if plain else root.state_dict()
     # Without memory: a cache that its layer fills later, such as an LSTM's dropout state.
     return {name: tensor for name, tensor in state.items() if _is_parameter(tensor) or has_memory(tensor)}
 

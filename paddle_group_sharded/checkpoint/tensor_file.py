@@ -45,15 +45,18 @@ class Blob(NamedTuple):
 
 
 def write_tensors(
-    path: Path, blobs: Sequence[Blob], on_bytes: Callable[[int], Any] = lambda size: None
+    path: Path,
+    blobs: Sequence[Blob],
+    on_bytes: Callable[[int], Any] = lambda size: None,
+    made_for: str = "pd",
 ) -> tuple[list[str], FileInfo]:
     """Write ``blobs`` into ``path``, which appears when all of it is on the disk.
 
     Returns the checksum of each blob and what is to know of the file; ``on_bytes`` is told of each part that is
-    written.
+    written.  ``made_for``: the library that readers of safetensors expect to be told of.
     """
     order = sorted(range(len(blobs)), key=lambda index: -itemsize(blobs[index].dtype))  # so all of them are aligned
-    header: dict[str, Any] = {"__metadata__": {"format": "pd"}}
+    header: dict[str, Any] = {"__metadata__": {"format": made_for}}
     offset = 0
     for index in order:
         blob = blobs[index]
@@ -114,6 +117,10 @@ class TensorFiles:
     def __exit__(
         self, kind: Optional[type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files; they are opened again when they are asked for."""
         for file, _ in self._open.values():
             file.close()
         self._open.clear()
@@ -165,7 +172,7 @@ class TensorFiles:
         while done < content.nbytes:
             count = os.preadv(file.fileno(), [content[done:]], offset + done)
             if count == 0:
-                raise CheckpointError(f"{self.folder / name} is truncated: it ends at byte {offset + done}")
+                raise CheckpointError(f"{self.folder / name} is truncated, expected more than {offset + done} bytes")
             done += count
 
     def _file(self, name: str) -> tuple[BinaryIO, dict[str, FileEntry]]:
@@ -210,5 +217,5 @@ def _file_entry(key: str, value: Any, base: int, file_size: int, path: Path) -> 
     if not 0 <= start <= stop or stop - start != size:
         raise ValueError(f"{key!r} {list(shape)} of {dtype} lies at bytes {start} to {stop}")
     if base + stop > file_size:
-        raise CheckpointError(f"{path} is truncated: {key!r} ends at byte {base + stop}, the file at {file_size}")
+        raise CheckpointError(f"{path} is truncated, expected {base + stop} bytes for {key!r}, got {file_size}")
     return FileEntry(dtype, shape, base + start, size)

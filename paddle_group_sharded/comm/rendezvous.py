@@ -157,6 +157,6 @@ def _send_last(link: Link, message: bytes) -> None:
 def _not_come(timeout: float, missing: Sequence[int]) -> str:
     return (
         f"expected every rank of the group to open its communicator within {timeout:.0f} s, but rank "
-        f"{', '.join(str(rank) for rank in missing)} did not come; call group_sharded_parallel on all ranks of its "
-        "group, in the same order"
+        f"{', '.join(str(rank) for rank in missing)} did not come; build the model "
+        "(group_sharded_parallel, PipelineLayer) on all ranks of its group, in the same order"
     )

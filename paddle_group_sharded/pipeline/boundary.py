@@ -17,7 +17,7 @@ import paddle
 
 from ..errors import UsageError
 
-__all__ = ["Slot", "needs_grad", "pack", "pack_grads", "unpack", "unpack_grads"]
+__all__ = ["Slot", "needs_grad", "pack", "pack_grads", "slots_with_grad", "unpack", "unpack_grads"]
 
 Tensor = Any
 
@@ -44,30 +44,11 @@ def pack(value: Any, where: str) -> tuple[Any, list[Tensor]]:
     :class:`UsageError` for anything else; ``where`` says who made the value.
     """
     tensors: list[Tensor] = []
-    slots: dict[int, Slot] = {}
-
-    def replaced(item: Any) -> Any:
-        if isinstance(item, paddle.Tensor):
-            if id(item) not in slots:
-                slots[id(item)] = Slot(len(tensors), needs_grad(item))
-                tensors.append(item)
-            return slots[id(item)]
-        if isinstance(item, dict):
-            return _like(item, {key: replaced(each) for key, each in item.items()})
-        if isinstance(item, (list, tuple)):
-            return _like(item, [replaced(each) for each in item])
-        if isinstance(item, _PLAIN):
-            return item
-        raise UsageError(
-            f"{where} returned {_a(item)}, which cannot cross to the next stage; return tensors, None, numbers, texts, "
-            f"and tuples, lists or dicts of these"
-        )
-
-    return replaced(value), tensors
+    return _packed(value, tensors, {}, where), tensors
 
 
 def unpack(structure: Any, tensors: Sequence[Tensor]) -> Any:
-    """The value of a message: leaves of autograd where a gradient may go back.  ``tensors`` become part of it."""
+    """The value of a message, of which ``tensors`` become part, with ``stop_gradient`` as it was."""
     if isinstance(structure, Slot):
         tensor = tensors[structure.index]
         tensor.stop_gradient = not structure.needs_grad
@@ -79,6 +60,21 @@ def unpack(structure: Any, tensors: Sequence[Tensor]) -> Any:
     return structure
 
 
+def slots_with_grad(structure: Any) -> list[int]:
+    """Which tensors of a message a gradient may go back for, in order."""
+    return sorted(_with_grad(structure))
+
+
+def _with_grad(structure: Any) -> set[int]:
+    if isinstance(structure, Slot):
+        return {structure.index} if structure.needs_grad else set()
+    if isinstance(structure, dict):
+        structure = structure.values()
+    elif not isinstance(structure, (list, tuple)):
+        return set()
+    return set().union(*map(_with_grad, structure))
+
+
 def pack_grads(grads: Sequence[Optional[Tensor]]) -> tuple[tuple[bool, ...], list[Tensor]]:
     """A message of gradients, one for each tensor that needs one, in order: which there are, and these."""
     return tuple(grad is not None for grad in grads), [grad for grad in grads if grad is not None]
@@ -88,6 +84,25 @@ def unpack_grads(present: Sequence[bool], tensors: Sequence[Tensor]) -> list[Opt
     """The gradients of a message; None where none arose, which is not the same as zero to an optimizer."""
     left = iter(tensors)
     return [next(left) if there else None for there in present]
+
+
+def _packed(item: Any, tensors: list[Tensor], slots: dict[int, Slot], where: str) -> Any:
+    # Not a function inside pack(): one that calls itself is a cycle, which would keep tensors until it is collected.
+    if isinstance(item, paddle.Tensor):
+        if id(item) not in slots:
+            slots[id(item)] = Slot(len(tensors), needs_grad(item))
+            tensors.append(item)
+        return slots[id(item)]
+    if isinstance(item, dict):
+        return _like(item, {key: _packed(each, tensors, slots, where) for key, each in item.items()})
+    if isinstance(item, (list, tuple)):
+        return _like(item, [_packed(each, tensors, slots, where) for each in item])
+    if isinstance(item, _PLAIN):
+        return item
+    raise UsageError(
+        f"{where} returned {_a(item)}, which cannot cross to the next stage; return tensors, None, numbers, texts, and "
+        f"tuples, lists or dicts of these"
+    )
 
 
 def _like(container: Any, items: Any) -> Any:

@@ -33,7 +33,10 @@ def build_layers(entries: Sequence[Any], indices: Iterable[int], base_seed: int,
         if is_desc(entry):
             names.move_to(index)
             with seeded(derive_seed(base_seed, "layer", index)):
-                layers[index] = entry.build_layer()
+                try:
+                    layers[index] = entry.build_layer()
+                except Exception as error:
+                    raise UsageError(f"layer {index} of the list, {entry}, cannot be built: {error}") from error
         elif isinstance(entry, paddle.nn.Layer):
             layers[index] = entry
     names.move_to(len(entries))

@@ -12,6 +12,8 @@ from .randomness import RandomStates
 
 __all__ = ["BeforeLayer", "Chunk", "SharedForward"]
 
+_BATCH_NORM = ("_mean", "_variance")
+
 BeforeLayer = Optional[Callable[[int], None]]
 """Called with the global number of a layer before it runs, in recompute too."""
 
@@ -46,10 +48,16 @@ class Chunk:
             if self.recompute_interval and paddle.is_grad_enabled() and self._has_params(start, stop):
                 # Saved tensors are found by hooks, not by their place among the inputs, so the inputs may be nested,
                 # and need no gradient.  Random states are ours to keep, see below.
-                x = recompute(_Replay(run), x, _wants_grad(), use_reentrant=False, preserve_rng_state=False)
+                replay = _Replay(run, self.layers[start:stop])
+                x = recompute(replay, x, _wants_grad(), use_reentrant=False, preserve_rng_state=False)
             else:
                 x = run(x)
         return x
+
+    def parameters(self) -> list[Any]:
+        """Parameters of all layers; one that several of them share stands there once."""
+        found = {id(param): param for layer in self.layers for param in _parameters(layer)}
+        return list(found.values())
 
     def _segments(self) -> Iterator[tuple[int, int]]:
         step = self.recompute_interval or len(self.layers)
@@ -72,25 +80,55 @@ class Chunk:
 
 
 class _Replay:
-    """Runs a function twice with the same random numbers; the second run leaves the generators as it found them.
+    """Runs layers twice with the same random numbers; the second run leaves all else as if it had not been.
 
-    Paddle's own way does that for the current device only.
+    Paddle's own way restores the generators of the current device only, and lets the statistics of a BatchNorm move
+    twice.
     """
 
-    def __init__(self, run: Callable[[Any], Any]) -> None:
+    def __init__(self, run: Callable[[Any], Any], layers: Sequence[Any]) -> None:
         self._run = run
+        self._layers = layers
         self._states: Optional[RandomStates] = None  # of the first run, once it has begun
 
     def __call__(self, x: Any, _: Any) -> Any:
         if self._states is None:
             self._states = RandomStates.now()
             return self._run(x)
-        now = RandomStates.now()
+        now, statistics = RandomStates.now(), [each for layer in self._layers for each in _statistics(layer)]
         self._states.restore()
         try:
             return self._run(x)
         finally:
             now.restore()
+            for each in statistics:
+                each.restore()
+
+
+class _Statistic(NamedTuple):
+    """A tensor that running a layer may change, and what it holds."""
+
+    holder: Any
+    name: str
+    tensor: Any
+    value: Any
+
+    def restore(self) -> None:
+        if getattr(self.holder, self.name) is not self.tensor:  # it was replaced, not written to
+            setattr(self.holder, self.name, self.tensor)
+        with paddle.no_grad():
+            self.tensor.set_value(self.value)
+
+
+def _statistics(layer: Any) -> Iterator[_Statistic]:
+    """Buffers, and what a BatchNorm keeps as frozen parameters."""
+    layer = layer.layer if isinstance(layer, SharedForward) else layer
+    for holder in layer.sublayers(include_self=True) if isinstance(layer, paddle.nn.Layer) else ():
+        names = [name for name, _ in holder.named_buffers(include_sublayers=False)]
+        for name in [*names, *_BATCH_NORM]:
+            tensor = getattr(holder, name, None)
+            if isinstance(tensor, paddle.Tensor) and tensor.stop_gradient:
+                yield _Statistic(holder, name, tensor, tensor.clone())
 
 
 def _wants_grad() -> Any:

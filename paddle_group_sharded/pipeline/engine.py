@@ -17,10 +17,12 @@ from typing import Any, NamedTuple, Optional, Union
 import paddle
 
 from ..comm import Comm, create_comm
-from ..errors import UsageError
+from ..comm.agreement import agree
+from ..errors import GroupShardedError, UsageError
 from .action import Kind, Plan, round_robin
 from .batches import Batch, cut
 from .chunk import Chunk
+from .desc import is_shared_desc
 from .layer import PipelineLayer
 from .losses import Losses, LossMeter
 from .lowering import add_grad_reduce, add_transfers
@@ -36,8 +38,6 @@ from .step_seeds import seed_layer
 from .weight_grad import WeightGrads
 
 __all__ = ["Engine", "Result"]
-
-Tensor = Any
 
 
 class Result(NamedTuple):
@@ -60,11 +60,6 @@ class _Links(NamedTuple):
     average: Optional[ReplicaAverage]
     comm: Optional[Comm]  # that of the average
 
-    def close(self) -> None:
-        self.mail.close()
-        if self.comm is not None:
-            self.comm.close()
-
 
 class Engine:
     """The stages of one rank and their connections to the others."""
@@ -72,7 +67,8 @@ class Engine:
     def __init__(self, layer: PipelineLayer, schedule: Union[str, Path, Plan, Schedule, None], timeout: float) -> None:
         """``timeout``: seconds that a rank waits for another's message."""
         self.random_step = 0  # training steps so far, which random numbers depend on
-        self.runner: Optional[Runner] = None  # of the last step
+        self.runner: Optional[Runner] = None  # of the last step; of the last evaluation before the first one
+        self._has_trained = False
         self._layer = layer
         self._grid = layer.grid
         self._comm: Comm = layer.comm
@@ -118,8 +114,9 @@ class Engine:
         """
         word = "train" if training else "evaluate"
         batch, count = self._agree(data, num_micro_batches, training, loss_index, word)
-        runner = self.runner = self._make_runner(self.plan(count, training))
-        self._layer.shared.synchronize_if_changed()
+        runner = self._make_runner(self.plan(count, training))
+        if training or not self._has_trained:
+            self.runner, self._has_trained = runner, training
         meter = None
         if loss_index is not None and self._holds_last:
             meter = LossMeter(self._layer, batch.labels, batch.sizes, loss_index, scale)
@@ -127,12 +124,18 @@ class Engine:
         failure: Optional[Exception] = None
         losses: Optional[Losses] = None
         try:
-            with self._surroundings(training):
+            self._layer.shared.synchronize_if_changed()
+            if training:
+                self._layer.shared.begin_gradients()
+            with self._surroundings(training, splits=runner.has(Kind.I)):
                 runner.run(job)
             losses = None if meter is None else meter.result()
         except Exception as error:
             failure = error
             self._tell(error)
+        except BaseException:  # an interrupt: whoever waits for this rank's messages sees the connection end
+            self._drop_mail()
+            raise
         try:
             reports = agree_after(self._comm, f"end: {word}", failure, losses)
         except Exception:
@@ -145,12 +148,18 @@ class Engine:
         return Result(reports[last], job.outputs if meter is None and self._holds_last else None)
 
     def disconnect(self) -> None:
-        """Forget the step and close the connections; the next step opens new ones."""
-        for stage in self._stages.values():
-            stage.reset()
+        """Forget the step and close the connections; the next step opens new ones.  Collective."""
+        links = self._drop_mail()
+        if links is not None and links.comm is not None:
+            links.comm.close()  # what is under way there ends when the other replicas close theirs
+
+    def _drop_mail(self) -> Optional[_Links]:
         links, self._links = self._links, None
         if links is not None:
-            links.close()
+            links.mail.close()
+        for stage in self._stages.values():
+            stage.reset()
+        return links
 
     # ---------------------------------------------------------------------------------------------------------- parts
 
@@ -188,7 +197,7 @@ class Engine:
         average = self._links.average
         if average is not None:
             order = [action.stage for action in plan.actions[self._grid.stage] if action.kind is Kind.REDUCE]
-            params = {stage: _params(self._chunks[stage]) for stage in self._stages}
+            params = {stage: self._chunks[stage].parameters() for stage in self._stages}
             average.expect(params_by_reduction(order, params))
         begin = (lambda stage: None) if average is None else average.begin
         return Runner(plan, self._grid.stage, self._stages, self._links.mail, begin)
@@ -201,29 +210,33 @@ class Engine:
         return _Links(mail, ReplicaAverage(comm), comm)
 
     def _finish_gradients(self) -> None:
-        if self._links is not None and self._links.average is not None:
-            self._links.average.finish()
-        self._layer.shared.reduce_gradients()
+        """Averages, then sums of shared weights; what raises on the ranks that take part raises on all."""
+        average = None if self._links is None else self._links.average
+        if average is None and not any(is_shared_desc(entry) for entry in self._layer.descs):
+            return
+        problem: Optional[GroupShardedError] = None
+        try:
+            if average is not None:
+                average.finish()
+            self._layer.shared.reduce_gradients()
+        except GroupShardedError as error:
+            problem = error
+        agree((self._comm,), "gradients", problem)
 
     def _tell(self, error: Exception) -> None:
         if self._links is not None:
             self._links.mail.tell_failure(f"rank {self._grid.global_rank} failed: {error}")
 
     @contextlib.contextmanager
-    def _surroundings(self, training: bool) -> Iterator[None]:
-        """What holds while a plan runs: its own random numbers, its own forwards of layers, or no gradients."""
+    def _surroundings(self, training: bool, splits: bool) -> Iterator[None]:
+        """What holds while a plan runs: its own random numbers; layers in two halves, or no gradients."""
         states = RandomStates.now()
         try:
-            with self._weight_grads.installed() if training and self._splits else contextlib.nullcontext():
+            with self._weight_grads.installed() if splits else contextlib.nullcontext():
                 with contextlib.nullcontext() if training else paddle.no_grad():
                     yield
         finally:
             states.restore()
-
-    @property
-    def _splits(self) -> bool:
-        """Whether backwards are split in the plan of the present step."""
-        return self.runner is not None and self.runner.has(Kind.I)
 
     def _run_of(self, chunk: Chunk) -> Any:
         base, replica = self._layer.base_seed, self._grid.replica
@@ -237,8 +250,3 @@ class Engine:
 
 def _name(chunk: Chunk) -> str:
     return f"stage {chunk.virtual_stage} (layers {chunk.start} to {chunk.stop - 1})"
-
-
-def _params(chunk: Chunk) -> list[Tensor]:
-    layers = [getattr(layer, "layer", layer) for layer in chunk.layers]  # of a shared layer with a forward of its own
-    return [param for layer in layers if isinstance(layer, paddle.nn.Layer) for param in layer.parameters()]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Callable, Optional
@@ -12,11 +10,12 @@ from paddle import nn
 
 from ..comm.agreement import agree
 from ..errors import GroupShardedError, UsageError
+from .announce import announce
 from .build import build_layers, check_built_layers, equalize_built_layers, function_of
 from .chunk import Chunk
 from .desc import class_name, is_shared_desc
 from .grid import Grid
-from .layer_state import load_layers, state_of_layers
+from .layer_state import load_layers, own_names, state_of_layers
 from .naming import own_namespace
 from .paddle_members import PaddleMembers
 from .plan_layers import LayerPlan, plan_layers
@@ -28,8 +27,6 @@ from .shared import SharedWeights
 __all__ = ["PipelineLayer"]
 
 Tensor = Any
-
-_log = logging.getLogger(__name__)
 
 
 class PipelineLayer(PaddleMembers, nn.Layer):  # type: ignore[misc]  # Paddle is Any
@@ -109,19 +106,21 @@ class PipelineLayer(PaddleMembers, nn.Layer):  # type: ignore[misc]  # Paddle is
     def compute_loss(self, output: Any, label: Any, index: int = 0) -> Tensor:
         """What loss function number ``index`` says of the model's ``output`` and the ``label``."""
         if not 0 <= index < len(self.loss_fns):
-            raise UsageError(f"there are {len(self.loss_fns)} loss functions, got index {index}; pass loss_fn=...")
+            raise UsageError(
+                f"there are {len(self.loss_fns)} loss functions, got index {index}; they come from loss_fn"
+            )
         return self.loss_fns[index](output, label)
 
     def to_sequential(self) -> SequentialModel:
         """The whole model as an ordinary layer of one process, with sublayers ``"0"``, ``"1"`` ...; not collective.
 
         It is built anew: with one stage it has the present weights, with several the initial ones of all stages.
-        Raises :class:`UsageError` if the list has built layers, of which no second one can be made.
+        Raises :class:`UsageError` if the list has built layers that another rank keeps.
         """
-        built = [index for index, entry in enumerate(self.descs) if isinstance(entry, (nn.Layer, Elsewhere))]
-        if built:
+        elsewhere = [index for index, entry in enumerate(self.descs) if isinstance(entry, Elsewhere)]
+        if elsewhere:
             raise UsageError(
-                f"layer {built[0]} of the list stands there as a built layer, of which no copy can be made; describe "
+                f"layer {elsewhere[0]} of the list stands there as a built layer, which another rank keeps; describe "
                 f"it with LayerDesc"
             )
         model = sequential_model(self.descs, self._plan.base_seed, self._plan.names, self.recompute_interval)
@@ -151,6 +150,17 @@ class PipelineLayer(PaddleMembers, nn.Layer):  # type: ignore[misc]  # Paddle is
         """
         return load_layers(self._own, self.shared, len(self.descs), state_dict)
 
+    def set_state_dict(self, state_dict: Mapping[str, Any], use_structured_name: bool = True) -> Any:
+        """Paddle's method, which also takes names of the one-process model and any name of a shared weight.
+
+        Like :meth:`set_layer_state_dict`, it is not collective.
+        """
+        if use_structured_name:
+            state_dict = own_names(super().state_dict(), self._own, self.shared, state_dict)
+        return super().set_state_dict(state_dict, use_structured_name)
+
+    set_dict = load_dict = set_state_dict
+
     def table(self) -> str:
         """Layers, parameters, bytes, balance and better bounds per stage, for people."""
         return table(self.segmentation, self._plan.facts)
@@ -159,10 +169,7 @@ class PipelineLayer(PaddleMembers, nn.Layer):  # type: ignore[misc]  # Paddle is
 
     def _print(self) -> None:
         losses = [getattr(loss, "__name__", type(loss).__name__) for loss in self.loss_fns]
-        text = classic(self.segmentation, self.descs, global_rank=self.grid.global_rank, losses=losses)
-        _log.info("%s", text)
-        sys.stdout.write(text + "\n")  # at once, so that ranks with one terminal do not mix their lines
-        sys.stdout.flush()
+        announce(classic(self.segmentation, self.descs, global_rank=self.grid.global_rank, losses=losses))
 
     def _build(self) -> dict[int, nn.Layer]:
         problem: Optional[GroupShardedError] = None

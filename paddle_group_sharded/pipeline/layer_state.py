@@ -10,7 +10,7 @@ import paddle
 from ..errors import UsageError
 from .shared import SharedWeights
 
-__all__ = ["as_tensor", "load_layers", "shape_problems", "state_of_layers"]
+__all__ = ["as_tensor", "load_layers", "own_names", "shape_problems", "state_of_layers"]
 
 Layer = Any
 Tensor = Any
@@ -40,6 +40,30 @@ def load_layers(
             targets[name].set_value(as_tensor(value).astype(targets[name].dtype))
     unexpected = [name for name in state_dict if name not in targets and not _of_another_rank(name, layers, num_layers)]
     return [name for name in targets if name not in found], unexpected
+
+
+def own_names(
+    own: Mapping[str, Tensor], layers: Mapping[int, Layer], shared: SharedWeights, state_dict: Mapping[str, Any]
+) -> dict[str, Any]:
+    """``state_dict`` with names of the one-process model replaced by those of ``own``, the rank's ``state_dict()``.
+
+    Where ranks have chunks, a name may mean different tensors in the two (``"4.1.weight"``: of the second layer of a
+    chunk, or of a Sequential in the list).  A state that is whole under this rank's own names is taken as it is, any
+    other one by the one-process names if it has one of them.
+    """
+    if all(name in state_dict for name in own):
+        return dict(state_dict)
+    aliases: dict[int, list[str]] = {}  # one-process names by tensor
+    for name, tensor in state_of_layers(layers).items():
+        aliases.setdefault(id(tensor), []).extend(shared.aliases(name))
+    known = {name: aliases.get(id(tensor), [name]) for name, tensor in own.items()}  # a subclass may add its own
+    given = {name: [alias for alias in names if alias in state_dict] for name, names in known.items()}
+    found = {name: state_dict[names[0]] for name, names in given.items() if names}
+    means_the_same = all(name in names for name, names in known.items() if len(names) == 1)
+    if means_the_same or not found:
+        found.update((name, state_dict[name]) for name in own if name in state_dict)
+    used = {alias for names in given.values() for alias in names}
+    return {**found, **{name: value for name, value in state_dict.items() if name not in used and name not in own}}
 
 
 def shape_problems(targets: Mapping[str, Tensor], values: Mapping[str, Any]) -> list[str]:

@@ -19,7 +19,7 @@ class Losses(NamedTuple):
     """The shares of the micro-batches, which add up to the loss, of every loss function."""
 
     shares: list[list[float]]  # [loss function][micro-batch]
-    dtype: str
+    dtype: str  # float32 for 16-bit losses too: shares are small numbers that are added
 
     def total(self, index: int) -> Tensor:
         """The loss of the whole batch, a 0-d tensor."""
@@ -50,7 +50,7 @@ class LossMeter:
         weight = self._weights[micro_batch]
         losses = [self._one(output, label, index) for index in range(len(self._shares))]
         for shares, loss in zip(self._shares, losses):
-            shares.append(loss.detach() * weight)
+            shares.append(_at_least_float32(loss.detach()) * weight)
         factor = weight * self._scale
         return losses[self._index] if factor == 1.0 else losses[self._index] * factor
 
@@ -67,3 +67,7 @@ class LossMeter:
                 f"expected one number from loss function {index}, got {got}; use reduction='mean', or take the mean"
             )
         return loss
+
+
+def _at_least_float32(loss: Tensor) -> Tensor:
+    return loss.astype("float32") if loss.dtype in (paddle.float16, paddle.bfloat16) else loss

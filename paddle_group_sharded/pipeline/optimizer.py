@@ -16,7 +16,7 @@ from paddle import nn
 from ..clipping import check_clip, clip_factors, square_sum
 from ..comm import Comm
 from ..errors import UsageError
-from ..paddle_compat import has_grad, innermost_optimizer, param_groups
+from ..paddle_compat import has_grad, innermost_optimizer, overflow_flag, param_groups, set_overflow_flag
 from ..paddle_pipeline import clip_of, step_with_scaler, unscale_grads, update_scale, without_clips
 from .layer import PipelineLayer
 
@@ -51,6 +51,10 @@ class PipelineOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
             _check(inner, optimizer, layer)
         self.__dict__.update(_optim=inner, _layer=layer, _comm=layer.comm, skipped_steps=0)
 
+    def is_of(self, layer: PipelineLayer) -> bool:
+        """Whether it steps the parameters of ``layer``."""
+        return self._layer is layer
+
     def wraps(self, optimizer: Any) -> bool:
         """Whether this is the wrapper of ``optimizer``."""
         return innermost_optimizer(optimizer) is self._optim
@@ -70,9 +74,16 @@ class PipelineOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
 
     @paddle.no_grad()
     def step(self) -> None:
-        """Clip and update this rank's parameters.  Collective over the launch."""
-        self._clip(False)
+        """Clip and update this rank's parameters.  Collective over the launch.
+
+        Where ``scaler.step(optimizer)`` calls it, an overflow of any rank's gradients skips the step of all.
+        """
+        flag = None if self._optim is None else overflow_flag(self._optim)
+        overflow = self._clip(flag is not None and bool(flag))
         if self._optim is not None:
+            if overflow:
+                set_overflow_flag(self._optim, True)  # which the optimizer, and the scaler after it, look at
+                self._count_skipped()
             with without_clips(self._optim, _is_global):
                 self._optim.step()
 
@@ -86,8 +97,7 @@ class PipelineOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
             return
         overflow = self._clip(self._optim is not None and unscale_grads(scaler, self._optim))
         if overflow:
-            self.__dict__["skipped_steps"] += 1
-            _logger.warning("step skipped: scaled gradients overflowed (%d skipped so far)", self.skipped_steps)
+            self._count_skipped()
         if self._optim is None:
             update_scale(scaler, overflow)
             return
@@ -116,6 +126,10 @@ class PipelineOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
             if _is_global(clip):
                 _scale(params, clip_factors(clip, [sum(each[index] for each in mine)])[0])
         return False
+
+    def _count_skipped(self) -> None:
+        self.__dict__["skipped_steps"] += 1
+        _logger.warning("step skipped: scaled gradients overflowed (%d skipped so far)", self.skipped_steps)
 
     def _groups(self) -> list[tuple[dict[str, Any], list[Tensor], Any]]:
         return [] if self._optim is None else param_groups(self._optim)
@@ -159,6 +173,11 @@ class PipelineOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
 
 
 def _check(inner: Any, given: Any, layer: PipelineLayer) -> None:
+    if hasattr(inner, "_optim"):
+        raise UsageError(
+            f"optimizer is a {type(inner).__name__}, which shards what it steps; a pipeline steps whole parameters of "
+            f"its stages: pass the optimizer itself, or use group_sharded_parallel without a pipeline"
+        )
     if not isinstance(inner, paddle.optimizer.Optimizer):
         raise UsageError(f"optimizer must be a paddle.optimizer.Optimizer, got {type(given).__name__}")
     known = {id(param) for param in layer.parameters()}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Optional, Union
 
+import paddle
 from paddle import nn
 
 from ..errors import UsageError
-from ..paddle_pipeline import scale_factor
 from .action import Plan
 from .engine import Engine
 from .layer import PipelineLayer
@@ -113,7 +113,8 @@ class PipelineParallel(ParallelMembers, nn.Layer):  # type: ignore[misc]
         if static_scheduler:
             return str(self.plan)
         self._layers.train()
-        scale = 1.0 if scaler is None else scale_factor(scaler)
+        # Asked for on every rank: a scaler switches itself off here where auto_cast needs none.
+        scale = 1.0 if scaler is None else float(scaler.scale(paddle.ones([1])).item())
         try:
             result = self._engine.run(data, self.accumulate_steps, True, loss_fn_idx, scale)
         except Exception:
@@ -180,7 +181,10 @@ class PipelineParallel(ParallelMembers, nn.Layer):  # type: ignore[misc]
         return timeline(self.plan)
 
     def gather_timeline(self) -> Timeline:
-        """The measured timeline of this pipeline's last step, in seconds since it began.  Collective."""
+        """The measured timeline of this pipeline's last training step, in seconds since it began.  Collective.
+
+        Before the first training step it is that of the last evaluation.
+        """
         spans = [] if self._engine.runner is None else self._engine.runner.spans()
         by_rank = self._layers.comm.exchange(spans, "timeline")
         ranks = [self._layers.comm.ranks.index(rank) for rank in self._layers.grid.pipeline_ranks]
@@ -194,7 +198,7 @@ class PipelineParallel(ParallelMembers, nn.Layer):  # type: ignore[misc]
 
     def _wrap(self, optimizer: Any) -> PipelineOptimizer:
         """One wrapper for each optimizer of the user, kept from step to step."""
-        if isinstance(optimizer, PipelineOptimizer):
+        if isinstance(optimizer, PipelineOptimizer) and optimizer.is_of(self._layers):
             return optimizer
         if self._optimizer is None or not self._optimizer.wraps(optimizer):
             self._optimizer = PipelineOptimizer(optimizer, self._layers)

@@ -15,7 +15,7 @@ from .desc import check_entries, class_name
 from .grid import Grid
 from .naming import LayerNames, counts_now
 from .partition import Number
-from .probe import Probe, probe_all
+from .probe import probe_all
 from .profile import profile_layers
 from .randomness import draw_seed
 from .report import LayerFacts
@@ -73,14 +73,7 @@ def _plan(
     started = comm.exchange((own_seed, dict(counts_now())), "seed and names")
     start = _largest([counts for _, counts in started])
 
-    problem: Optional[GroupShardedError] = None
-    probes: list[Probe] = []
-    try:
-        probes = probe_all(entries)
-    except GroupShardedError as error:
-        problem = error
-    agree((comm,), "look at layers", problem)
-
+    probes = probe_all(entries, comm)
     plan = LayerPlan(
         Segmentation((0, len(entries))),  # until the layers can be weighed
         [probe.facts for probe in probes],

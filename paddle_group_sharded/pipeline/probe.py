@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Optional
 
 import paddle
 
+from ..comm import Comm
 from ..errors import UsageError
 from ..paddle_compat import element_size
 from .desc import class_name, is_desc, is_shared_desc
@@ -28,38 +29,60 @@ class Probe(NamedTuple):
     facts: LayerFacts
 
 
-def probe_all(entries: Sequence[Any]) -> list[Probe]:
-    """Look at every entry; descriptions of equal layers are looked at once.  Random states are left as they were."""
-    known: dict[object, Probe] = {}
-    probes = []
+class _Look(NamedTuple):
+    """What one rank has found out, by number of the entry."""
+
+    found: dict[int, Probe]
+    failed: dict[int, str]  # why
+
+
+def probe_all(entries: Sequence[Any], comm: Comm) -> list[Probe]:
+    """Look at every entry; collective.  Raises :class:`UsageError` on every rank for what cannot be built anywhere.
+
+    Descriptions of equal layers are looked at once.  A constructor may fail on ranks that will not hold the layer, as
+    one that reads a file does: they believe the others.  Constructors that look at their weights, as Paddle 2.6's
+    Embedding with a padding index, cannot be called without memory; such a layer is built in full, and dropped before
+    the next.  Random states are left as they were.
+    """
+    states = RandomStates.now()
+    found: dict[int, Probe] = {}
+    failed: dict[int, str] = {}
+    for guard in (paddle.LazyGuard, contextlib.nullcontext):
+        unknown = [index for index in range(len(entries)) if index not in found]
+        if not unknown:
+            break
+        for look in reversed(comm.exchange(_look_at(entries, unknown, guard), "look at layers")):
+            found.update(look.found)  # of the lowest rank that knows, for all
+            failed.update(look.failed)
+    states.restore()
     for index, entry in enumerate(entries):
-        key = _signature(entry)
-        probe = known.get(key) if key is not None else None
-        if probe is None:
-            probe = _probe(index, entry)
-            if key is not None:
-                known[key] = probe
-        probes.append(probe)
-    return probes
+        if index not in found:
+            raise UsageError(f"layer {index} of the list, {entry}, cannot be built: {failed[index]}")
+    return [found[index] for index in range(len(entries))]
 
 
-def _probe(index: int, entry: Any) -> Probe:
+def _look_at(entries: Sequence[Any], indices: Sequence[int], guard: Any) -> _Look:
+    """``guard``: what constructors are called under."""
+    look = _Look({}, {})
+    known: dict[object, Probe] = {}
+    for index in indices:
+        key = _signature(entries[index])
+        try:
+            probe = known.get(key) or _probe(entries[index], guard)
+        except Exception as error:  # whatever a constructor raises
+            look.failed[index] = str(error)
+            continue
+        look.found[index] = probe
+        if key is not None:
+            known[key] = probe
+    return look
+
+
+def _probe(entry: Any, guard: Any) -> Probe:
     if not is_desc(entry):
         return Probe({}, _facts(entry, entry))
-    states = RandomStates.now()
-    try:
-        with contextlib.suppress(Exception):  # whatever a constructor raises that looks at its weights
-            return _look(entry, paddle.LazyGuard())  # parameters have a shape, but no memory
-        return _look(entry, contextlib.nullcontext())  # built in full, and dropped before the next
-    except Exception as error:
-        raise UsageError(f"layer {index} of the list, {entry}, cannot be built: {error}") from error
-    finally:
-        states.restore()
-
-
-def _look(desc: Any, guard: Any) -> Probe:
-    with own_namespace() as namespace, guard:
-        facts = _facts(desc, desc.build_layer())
+    with own_namespace() as namespace, guard():
+        facts = _facts(entry, entry.build_layer())
     return Probe(namespace.counts, facts)
 
 

@@ -9,7 +9,7 @@ import paddle
 
 from ..comm import Comm, Work
 from ..errors import UsageError
-from ..paddle_compat import flat_view, has_grad, is_sparse
+from ..paddle_compat import flat_view, grad_of, has_grad, is_sparse
 
 __all__ = ["ReplicaAverage", "params_by_reduction"]
 
@@ -80,12 +80,13 @@ def params_by_reduction(order: Sequence[int], params: Mapping[int, Sequence[Tens
 
 
 def _flat_grad(param: Tensor) -> Tensor:
-    if is_sparse(param):
+    grad = grad_of(param)
+    if grad is None:
+        return paddle.zeros([int(param.size)], dtype=param.dtype)
+    if is_sparse(grad):
         raise UsageError(
             f"parameter {param.name!r} has sparse gradients, which cannot be averaged over replicas; build its layer "
             f"with sparse=False"
         )
-    if not has_grad(param):
-        return paddle.zeros([int(param.size)], dtype=param.dtype)
-    grad = param.grad.detach()
+    grad = grad.detach()
     return (grad if grad.dtype == param.dtype else grad.astype(param.dtype)).reshape([-1])

@@ -16,7 +16,7 @@ from ..errors import GroupShardedError
 from .action import Action, Kind, Plan
 from .boundary import pack, pack_grads, unpack_grads
 from .mail import Post
-from .stage import Outgoing, Stage
+from .stage import Parcel, Stage
 from .timeline import Span
 
 __all__ = ["ActionFailed", "Job", "Runner"]
@@ -76,7 +76,7 @@ class Runner:
         self._incoming = [(action, peer) for action, peer in self._peers.items() if action.kind.is_recv]
         self._last = plan.num_virtual_stages - 1
         self._job = Job()
-        self._values: dict[Key, Outgoing] = {}  # what a stage will work on, or what it has made
+        self._values: dict[Key, Parcel] = {}  # what a stage will work on, or what it has made
         self._grads: dict[Key, Sequence[Optional[Tensor]]] = {}  # the same of gradients
         self._times = array("d")
         self.most_live = 0  # activations kept at a time in the last run, counted in micro-batches of one chunk
@@ -129,7 +129,7 @@ class Runner:
         stage, batch = self._stages[action.stage], _number(action)
         output = stage.infer(batch, self._take_value(action))
         if action.stage != self._last:
-            self._hand_on(action, Outgoing(*pack(output, stage.name)))
+            self._hand_on(action, Parcel(*pack(output, stage.name)))
         elif self._job.loss_of is not None:
             self._job.loss_of(batch, output)
         else:
@@ -151,16 +151,16 @@ class Runner:
 
     # ----------------------------------------------------------------------------------------------- between stages
 
-    def _take_value(self, action: Action) -> Outgoing:
+    def _take_value(self, action: Action) -> Parcel:
         if action.stage == 0:
             inputs = self._job.inputs
-            return Outgoing(*pack(None if inputs is None else inputs[_number(action)], "the data"))
+            return Parcel(*pack(None if inputs is None else inputs[_number(action)], "the data"))
         return self._values.pop((action.stage - 1, action.micro_batch))
 
-    def _hand_on(self, action: Action, made: Outgoing) -> None:
+    def _hand_on(self, action: Action, made: Parcel) -> None:
         """Keep an output until it is sent; a stage of the same rank takes it as it would a message."""
         if self._plan.stage_to_rank[action.stage + 1] == self._rank:
-            made = Outgoing(made.structure, [tensor.detach() for tensor in made.tensors])
+            made = Parcel(made.structure, [tensor.detach() for tensor in made.tensors])
         self._values[action.stage, action.micro_batch] = made
 
     def _take_grads(self, action: Action) -> Sequence[Optional[Tensor]]:
@@ -176,7 +176,7 @@ class Runner:
 
     def _recv_forward(self, action: Action) -> None:
         structure, tensors = self._post.recv(action)
-        self._values[action.stage - 1, action.micro_batch] = Outgoing(structure, tensors)
+        self._values[action.stage - 1, action.micro_batch] = Parcel(structure, tensors)
 
     def _send_backward(self, action: Action) -> None:
         grads = self._grads.pop((action.stage - 1, action.micro_batch))

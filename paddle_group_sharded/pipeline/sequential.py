@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -38,11 +39,22 @@ def sequential_model(
 ) -> SequentialModel:
     """Build all ``entries`` anew, with the weights and names of the pipeline; the names of the process are not used up.
 
-    Built layers among them are used as they are.
+    Built layers among them are copied.
     """
+    entries = _with_copies(entries)
     with paddle.utils.unique_name.guard():
         layers = build_layers(entries, range(len(entries)), base_seed, names)
     whole = Segmentation((0, len(entries)))
     SharedWeights(entries, whole, Grid(((0,),), 0), layers, LocalComm())
     functions = [function_of(entry, layers.get(index)) for index, entry in enumerate(entries)]
     return SequentialModel(Chunk(0, 0, functions, recompute_interval), layers)
+
+
+def _with_copies(entries: Sequence[Any]) -> list[Any]:
+    """``entries`` with copies of the built layers; what these share, the copies share, under the same names."""
+    built = {index: entry for index, entry in enumerate(entries) if isinstance(entry, nn.Layer)}
+    copies = copy.deepcopy(built)
+    for index, layer in built.items():
+        for param, its_copy in zip(layer.parameters(), copies[index].parameters()):
+            its_copy.name = param.name
+    return [copies.get(index, entry) for index, entry in enumerate(entries)]

@@ -17,7 +17,7 @@ import paddle
 from ..comm import Comm, create_comm
 from ..comm.agreement import agree
 from ..errors import UsageError
-from ..paddle_compat import has_grad, host_view, is_sparse
+from ..paddle_compat import drop_grad, flat_view, grad_of, host_view, is_sparse
 from .desc import is_shared_desc
 from .grid import Grid, Ranks
 from .segment import Segmentation
@@ -28,7 +28,7 @@ __all__ = ["SharedWeights"]
 Layer = Any
 Tensor = Any
 
-_SAMPLES = 4096  # elements of a weight that tell whether somebody has changed it
+_SAMPLES = 1024  # elements of a weight that tell whether somebody has changed it
 
 
 class _Key(NamedTuple):
@@ -132,19 +132,37 @@ class SharedWeights:
                     with paddle.no_grad():
                         key.comm.broadcast(param, key.first, _label(key, position)).wait()
 
-    def reduce_gradients(self) -> None:
-        """Sum the gradients of every copy over the ranks, once per step.  Collective over the owners.
+    def begin_gradients(self) -> None:
+        """A pass begins that adds to the gradients, summed or not yet there; no communication.
 
+        The copies of a sum that an earlier pass has left are dropped but for the first owner's, or
+        :meth:`reduce_gradients` would count it once per copy.
+        """
+        for key in self._spread():
+            for param in () if key.is_first else key.params:
+                drop_grad(param)
+
+    def reduce_gradients(self) -> None:
+        """Sum the gradients of every copy over the ranks, once per pass.  Collective over the owners.
+
+        Gradients that are to accumulate over several passes need :meth:`begin_gradients` before each.
         A copy without a gradient counts as zero; where no copy has one, none gets one, as in one process.  Raises
         :class:`UsageError` on all owners if a weight is frozen on some ranks only, or has sparse gradients.
         """
         for key in self._spread():
-            states = [(param.stop_gradient, has_grad(param)) for param in key.params]
-            problem = _sparse_problem(key)
-            agree((key.comm,), f"gradients of shared {key.name!r}", problem)
+            grads = [grad_of(param) for param in key.params]
+            states = [
+                (param.stop_gradient, grad is not None, grad is not None and is_sparse(grad))
+                for param, grad in zip(key.params, grads)
+            ]
             reports = key.comm.exchange(states, f"gradients of shared {key.name!r}")
             for position, param in enumerate(key.params):
-                frozen, present = zip(*(report[position] for report in reports))
+                frozen, present, sparse = zip(*(report[position] for report in reports))
+                if any(sparse):
+                    raise UsageError(
+                        f"{_label(key, position)} has sparse gradients, which cannot be summed over stages; build its "
+                        f"layers with sparse=False"
+                    )
                 if any(frozen) and not all(frozen):
                     where = [rank for rank, is_frozen in zip(key.comm.ranks, frozen) if is_frozen]
                     raise UsageError(
@@ -152,7 +170,7 @@ class SharedWeights:
                         f"stop_gradient alike on ranks {list(key.comm.ranks)}"
                     )
                 if any(present) and not any(frozen):
-                    _sum_grad(key, position, param)
+                    _sum_grad(key.comm, f"gradient of {_label(key, position)}", param)
 
     def close(self) -> None:
         """End the communication; safe to call twice."""
@@ -183,27 +201,19 @@ def _take_options(key: _Key, first: Report) -> None:
             param.is_firstly_shared = key.is_first  # Paddle's own clip counts by it
 
 
-def _sparse_problem(key: _Key) -> Optional[UsageError]:
-    sparse = [position for position, param in enumerate(key.params) if is_sparse(param)]
-    if not sparse:
-        return None
-    return UsageError(
-        f"{_label(key, sparse[0])} has sparse gradients, which cannot be summed over stages; build it with sparse=False"
-    )
-
-
-def _sum_grad(key: Any, position: int, param: Tensor) -> None:
-    grad = getattr(param, "main_grad", None)
-    if grad is None:
-        if not has_grad(param):
-            param.grad = paddle.zeros_like(param)
-        grad = param.grad
-    key.comm.all_reduce(grad, f"gradient of {_label(key, position)}").wait()
+def _sum_grad(comm: Comm, label: str, param: Tensor) -> None:
+    grad = grad_of(param)
+    if grad is None or not grad.is_contiguous():  # weight.t() gives a transposed one
+        param.grad = paddle.zeros_like(param) if grad is None else grad.contiguous()
+        grad = grad_of(param)
+    comm.all_reduce(grad, label).wait()
 
 
 def _fingerprint(param: Tensor) -> int:
-    values = host_view(param.detach().cpu())
-    return zlib.crc32(values[:: max(1, len(values) // _SAMPLES)].tobytes())
+    step = max(1, int(param.size) // _SAMPLES)
+    if param.place.is_cpu_place():
+        return zlib.crc32(host_view(param.detach())[::step].tobytes())
+    return zlib.crc32(host_view(flat_view(param)[::step].cpu()).tobytes())  # few elements leave the accelerator
 
 
 def _close_all(comms: Sequence[Comm]) -> None:

@@ -1,11 +1,11 @@
 """One virtual stage: runs the forward and the backward of micro-batches, and keeps what lies between the two.
 
-Autograd graphs of stages are not connected.  What enters a stage are leaves that collect a gradient; on what leaves it
-stands an *anchor*, an autograd node that holds the graph, but not the memory, of an output:
+Autograd graphs of stages are not connected.  What enters a stage passes an *entrance*, an autograd node that notes the
+gradient; on what leaves it stands an *anchor*, one that holds the graph, but not the memory, of an output:
 
-    received -> leaf -> layers -> output -> sent, then freed
-                                    |
-                                 anchor                    backward(): put in the received gradient, start from here
+    received -> entrance -> layers -> output -> sent, then freed
+                                        |
+                                     anchor                backward(): put in the received gradient, start from here
 """
 
 from __future__ import annotations
@@ -17,13 +17,35 @@ from typing import Any, Callable, Optional
 import paddle
 from paddle.autograd import PyLayer
 
-from .boundary import needs_grad, pack, unpack
+from .boundary import needs_grad, pack, slots_with_grad, unpack
 from .weight_grad import Pending, WeightGrads
 
-__all__ = ["Outgoing", "Stage"]
+__all__ = ["Parcel", "Stage"]
 
 Tensor = Any
 Layers = Callable[[int, Any], Any]  # (micro-batch, input) -> output
+
+
+class _Entrance:
+    """Where a received tensor enters, and where its gradient comes out."""
+
+    def __init__(self, received: Tensor) -> None:
+        self.received: Optional[Tensor] = received  # until it has entered
+        self.grad: Optional[Tensor] = None  # after the backward, if one arose
+
+
+class _Entry(PyLayer):  # type: ignore[misc]
+    """Gives the layers what was received: not as a leaf, which Paddle would not let a layer overwrite."""
+
+    @staticmethod
+    def forward(ctx: Any, entrance: _Entrance, asks: Tensor) -> Tensor:
+        ctx.entrance = entrance
+        received, entrance.received = entrance.received, None
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        ctx.entrance.grad = grad
 
 
 class _Anchor(PyLayer):  # type: ignore[misc]
@@ -44,7 +66,7 @@ class _End:
 
     def __init__(self, output: Tensor) -> None:
         self._received: list[Tensor] = []
-        # A leaf, such as an input that is passed on as it is, has no graph to hold.
+        # A leaf, such as a weight that a layer returns, has no graph to hold.
         self._leaf = output if output.is_leaf else None
         self._anchor = None if output.is_leaf else _Anchor.apply(self._received, output)
 
@@ -60,14 +82,14 @@ class _End:
 class _Kept:
     """What a forward leaves for its backward."""
 
-    inputs: list[Tensor]  # that a gradient goes back for
+    entrances: list[_Entrance]  # of the inputs that a gradient goes back for
     ends: list[_End] = field(default_factory=list)  # of the outputs that a gradient comes back for
     loss: Optional[Tensor] = None  # of the last stage, which starts from it
 
 
 @dataclass
-class Outgoing:
-    """What a forward made: what :func:`.boundary.pack` returns."""
+class Parcel:
+    """What crosses into a stage or out of it: what :func:`.boundary.pack` returns."""
 
     structure: Any
     tensors: list[Tensor]
@@ -83,6 +105,8 @@ class Stage:
         self._weight_grads = weight_grads
         self._kept: dict[int, _Kept] = {}  # by micro-batch
         self._pending: dict[int, Pending] = {}
+        self._asks = paddle.zeros([1])  # needs a gradient, so that what enters does
+        self._asks.stop_gradient = False
 
     @property
     def live(self) -> int:
@@ -94,21 +118,19 @@ class Stage:
         self._kept.clear()
         self._pending.clear()
 
-    def forward(self, micro_batch: int, incoming: Outgoing) -> Outgoing:
+    def forward(self, micro_batch: int, incoming: Parcel) -> Parcel:
         """Run the layers on what came, and keep what the backward needs."""
-        value = unpack(incoming.structure, incoming.tensors)
-        kept = self._begin(micro_batch, incoming.tensors)
+        kept, value = self._enter(micro_batch, incoming)
         structure, tensors = pack(self._run(micro_batch, value), self.name)
         kept.ends = [_End(tensor) for tensor in tensors if needs_grad(tensor)]
-        return Outgoing(structure, tensors)
+        return Parcel(structure, tensors)
 
-    def forward_loss(self, micro_batch: int, incoming: Outgoing, loss_of: Callable[[Any], Tensor]) -> None:
+    def forward_loss(self, micro_batch: int, incoming: Parcel, loss_of: Callable[[Any], Tensor]) -> None:
         """:meth:`forward` of the last stage; ``loss_of`` makes of the output what is differentiated."""
-        value = unpack(incoming.structure, incoming.tensors)
-        kept = self._begin(micro_batch, incoming.tensors)
+        kept, value = self._enter(micro_batch, incoming)
         kept.loss = loss_of(self._run(micro_batch, value))
 
-    def infer(self, micro_batch: int, incoming: Outgoing) -> Any:
+    def infer(self, micro_batch: int, incoming: Parcel) -> Any:
         """Run the layers and keep nothing; the output as it is."""
         return self._run(micro_batch, unpack(incoming.structure, incoming.tensors))
 
@@ -135,9 +157,16 @@ class Stage:
         """The second half: what the first has put off."""
         self._pending.pop(micro_batch).compute()
 
-    def _begin(self, micro_batch: int, tensors: Sequence[Tensor]) -> _Kept:
-        kept = self._kept[micro_batch] = _Kept([tensor for tensor in tensors if needs_grad(tensor)])
-        return kept
+    def _enter(self, micro_batch: int, incoming: Parcel) -> tuple[_Kept, Any]:
+        """What is kept of a forward, and the value that the layers get."""
+        needing = slots_with_grad(incoming.structure)
+        kept = self._kept[micro_batch] = _Kept([])
+        tensors = list(incoming.tensors)
+        for index in needing:
+            entrance = _Entrance(tensors[index].detach())
+            kept.entrances.append(entrance)
+            tensors[index] = _Entry.apply(entrance, self._asks)
+        return kept, unpack(incoming.structure, tensors)
 
     def _differentiate(self, micro_batch: int, grads: Sequence[Optional[Tensor]]) -> list[Optional[Tensor]]:
         kept = self._kept[micro_batch]
@@ -148,4 +177,4 @@ class Stage:
         if roots:
             tensors, starts = zip(*roots)
             paddle.autograd.backward(list(tensors), list(starts))
-        return [tensor.grad for tensor in kept.inputs]
+        return [entrance.grad for entrance in kept.entrances]

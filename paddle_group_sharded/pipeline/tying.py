@@ -57,8 +57,8 @@ def tie(key: str, layers: Mapping[int, Layer], entries: Sequence[Any]) -> Held:
     for index, layer in layers.items():
         for position, attr in enumerate(shared_attrs(entries[index])):
             param = _resolve(key, index, layer, attr)
-            name, holder, local = _place(key, index, layer, attr, param)
-            names[f"{index}.{name}"] = position
+            places = _places(key, index, layer, attr, param)
+            names.update((f"{index}.{name}", position) for name, _, _ in places)
             if position == len(params):
                 params.append(param)
             elif list(param.shape) != list(params[position].shape) or param.dtype != params[position].dtype:
@@ -67,7 +67,8 @@ def tie(key: str, layers: Mapping[int, Layer], entries: Sequence[Any]) -> Held:
                     f"{attr!r} of layer {index}, as at its first owner; got {list(param.shape)} {param.dtype}"
                 )
             else:
-                setattr(holder, local, params[position])
+                for _, holder, local in places:
+                    setattr(holder, local, params[position])
     return Held(tuple(params), names)
 
 
@@ -84,15 +85,19 @@ def _resolve(key: str, index: int, layer: Layer, attr: str) -> Tensor:
     return value
 
 
-def _place(key: str, index: int, layer: Layer, attr: str, param: Tensor) -> tuple[str, Layer, str]:
-    """Structured name in ``layer``, the sublayer that holds the parameter, and its name there.
+def _places(key: str, index: int, layer: Layer, attr: str, param: Tensor) -> list[tuple[str, Layer, str]]:
+    """Structured name in ``layer``, the sublayer that holds the parameter, and its name there; of each such place.
 
-    ``attr`` may be a property that leads to a parameter of another name.
+    ``attr`` may be a property that leads to a parameter of another name, and a layer may tie weights in itself.
     """
-    for prefix, holder in layer.named_sublayers(include_self=True):
-        for local, found in layer_params(holder).items():
-            if found is param:
-                return f"{prefix}.{local}" if prefix else local, holder, local
+    places = [
+        (f"{prefix}.{local}" if prefix else local, holder, local)
+        for prefix, holder in layer.named_sublayers(include_self=True)
+        for local, found in layer_params(holder).items()
+        if found is param
+    ]
+    if places:
+        return places
     raise UsageError(
         f"shared layer {key!r}: {attr!r} of layer {index} ({type(layer).__name__}) is not a parameter of the layer but "
         f"another tensor; share the parameters that it is made of"

@@ -13,18 +13,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import Any, Callable, Optional
+from typing import Any, Callable, NamedTuple, Optional
 
 import paddle
 import paddle.nn.functional as F
 from paddle import nn
 from paddle.autograd import PyLayer
 
-from ..paddle_pipeline import conv_options
+from ..paddle_pipeline import auto_casts, conv_options
 
 __all__ = ["Pending", "WeightGrads"]
 
 Tensor = Any
+
+_NOTHING = contextlib.nullcontext()
+
 InputGrad = Callable[[Any, Tensor, list[int]], Tensor]  # (layer, gradient of the output, shape of the input)
 
 
@@ -39,10 +42,12 @@ class Pending:
         self._halves.append((output, grad))
 
     def compute(self) -> None:
-        """Add them to the gradients of the weights, in the order in which a whole backward would, and forget them."""
+        """Add them to the gradients of the weights, in one pass, and forget them."""
         halves, self._halves = self._halves, []
-        for output, grad in halves:
-            paddle.autograd.backward([output], [grad])
+        if halves:
+            outputs, grads = zip(*halves)
+            del halves
+            paddle.autograd.backward(list(outputs), list(grads))
 
 
 class WeightGrads:
@@ -85,45 +90,46 @@ class WeightGrads:
             paddle.autograd.backward([output], [grad])
 
     def _halved(self, layer: nn.Layer, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        input_grad = _input_grad(layer)
+        params = layer.parameters(include_sublayers=False)
+        halves = _Layer(layer, forward, _input_grad(layer), self.take)
 
         def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            trained = any(not param.stop_gradient for param in layer.parameters(include_sublayers=False))
-            if args or kwargs or not trained or not paddle.is_grad_enabled():
+            frozen = all(param.stop_gradient for param in params)
+            if args or kwargs or frozen or not paddle.is_grad_enabled():
                 return forward(x, *args, **kwargs)
-            return _Halves.apply(_Call(self, layer, forward, input_grad), self._asks, x)
+            return _Halves.apply(halves, self._asks, x)
 
         return run
 
 
-class _Call:
-    """One call of a layer that runs as two halves."""
+class _Layer(NamedTuple):
+    """A layer that runs as two halves."""
 
-    def __init__(self, owner: WeightGrads, layer: nn.Layer, forward: Callable[[Tensor], Tensor], grad: Any) -> None:
-        self.owner = owner
-        self.layer = layer
-        self.forward = forward
-        self.input_grad: InputGrad = grad
+    layer: nn.Layer
+    forward: Callable[[Tensor], Tensor]
+    input_grad: Any  # an InputGrad
+    take: Callable[[Tensor, Tensor], None]  # of the weight half
 
 
 class _Halves(PyLayer):  # type: ignore[misc]
     @staticmethod
-    def forward(ctx: Any, call: _Call, asks: Tensor, x: Tensor) -> Tensor:
+    def forward(ctx: Any, halves: _Layer, asks: Tensor, x: Tensor) -> Tensor:
         with paddle.enable_grad():
-            output = call.forward(x.detach())
-        ctx.call, ctx.output = call, output
+            output = halves.forward(x.detach())
+        ctx.halves, ctx.output = halves, output
         ctx.form = None if x.stop_gradient else (list(x.shape), x.dtype)
         return output.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Optional[Tensor]]:
-        ctx.call.owner.take(ctx.output, grad)
+        halves = ctx.halves
+        halves.take(ctx.output, grad)
         del ctx.output
         if ctx.form is None:
             return None, None
         shape, dtype = ctx.form
-        with paddle.amp.auto_cast(enable=False):  # in the dtype in which the layer computed
-            input_grad = ctx.call.input_grad(ctx.call.layer, grad, shape)
+        with paddle.amp.auto_cast(enable=False) if auto_casts() else _NOTHING:  # in the dtype of the layer's output
+            input_grad = halves.input_grad(halves.layer, grad, shape)
         return None, input_grad if input_grad.dtype == dtype else input_grad.astype(dtype)
 
 

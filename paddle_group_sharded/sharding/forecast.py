@@ -132,10 +132,10 @@ def sharded(
     whole_step = _whole_step_bytes(params, groups, reduced) if step.steps_whole else 0
     ranks, buffers = [], 0
     for load in rank_loads(params, groups, step, world_size):
-        parts, held = (0, 0) if placements.grad else (load.parts, load.held)
+        held = 0 if placements.grad else load.held
         at_step = max(0 if placements.grad else whole_grads + packing, held + load.copies + whole_step)
-        peak = parts + max(passes.total + step.workspace, at_step + passes.left)
-        buffers = max(buffers, parts + max(passes.buffers, at_step) - whole_grads)
+        peak = max(passes.total + step.workspace, at_step + passes.left)
+        buffers = max(buffers, passes.buffers - whole_grads, at_step - whole_grads)
         ranks.append(RankForecast(int(load.states), base + int(load.states) + peak))
     traffic = collectives(params, groups, step)
     copies = replica_numels(params, groups, placements, step) if dp_size > 1 else []

@@ -11,6 +11,7 @@ and the running products that count their steps.  Which do is decided anew at ea
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
@@ -82,11 +83,13 @@ class Fusion:
         ``options``: of the parameter group.
         """
         self._functions = functions_of_params(self._optimizer, options)
+        steps = list(steps)
+        times = Counter(step.unit for step in steps)
         runs: dict[tuple[ParamGroup, Run], list[Step]] = {}
         alone: list[Step] = []
         for step in steps:
             group, run = step.unit.param.group, step.unit.run
-            if run is None or not self._can_join(step.unit):
+            if run is None or times[step.unit] > 1 or not self._can_join(step.unit):
                 alone.append(step)
             else:
                 runs.setdefault((group, run), []).append(step)
@@ -142,7 +145,7 @@ class Fusion:
         unit, factor = step
         if unit not in self._history:
             self._history[unit] = self._scalars(unit), 0
-        if unit.param.group.gradients.of(unit.param.index) is None:
+        if not unit.param.group.gradients.has(unit.param.index):
             return None
         tensor = unit.param.tensor
         options = (tensor.optimize_attr.get("learning_rate"), tensor.regularizer, getattr(tensor, "need_clip", True))

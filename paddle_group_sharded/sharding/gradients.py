@@ -4,7 +4,7 @@
 where the reduced gradients are      until when
 ===================================  ============================================================================
 ``os``, a large parameter            the slice of Paddle's own gradient; from the step to clear_grad
-``os``, small neighbours             lasting memory for this rank's part of their run
+``os``, small neighbours             memory for this rank's part of their run; from the step to clear_grad
 ``os_g`` and ``p_g_os``              one lasting buffer of the shard's size
 ===================================  ============================================================================
 """
@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any, Optional
 import numpy as np
 import paddle
 
+from ..clipping import square_sum
 from ..comm.base import Overlap, Segment, Work
 from ..errors import UsageError
-from ..paddle_compat import drop_grad, flat_grad, flat_view, grad_of, has_grad, is_sparse
+from ..paddle_compat import drop_grad, flat_grad, flat_view, grad_of, has_grad, host_view, is_sparse
 from ..paddle_compat import packed as pack
-from .layout import ALIGN, Run
+from .layout import ALIGN, Piece, Run
 from .ops import accumulate, copy_into, scale_into
 
 if TYPE_CHECKING:
@@ -43,8 +44,9 @@ class GroupGradients:
         self._comm = group.comm
         self._sharded = group.placements.grad
         self._shard: Optional[Tensor] = None
-        self._grads: dict[int, Tensor] = {}  # slot -> 1-D gradient of this rank's piece
-        self._parts: dict[Run, tuple[Tensor, dict[int, Tensor]]] = {}  # see _part_of
+        self._present: set[int] = set()  # the slots of which this rank's piece has a gradient
+        self._parts: dict[Run, Part] = {}  # where it is, for runs
+        self._alone: dict[int, Tensor] = {}  # where it is, 1-D, for large parameters whose gradients are whole
         self._run_gaps: dict[Run, Any] = {}
 
     @property
@@ -116,94 +118,148 @@ class GroupGradients:
             run = self._layout.stretches[overlap.segment]
             if isinstance(run, int):
                 continue
-            index = run.slots.start
             if len(run.slots) == 1 and not self._sharded:
-                overlap.value.scale_(scale)
-                if index in self._grads:
-                    accumulate(self._grads[index], overlap.value)
-                else:  # rounded alike at every level
-                    value, dtype = overlap.value, self.dtype
-                    self._grads[index] = value if value.dtype == dtype else value.astype(dtype)
+                self._absorb_alone(run.slots.start, overlap.value, scale)
                 continue
-            part, views = self._part_of(run)
-            unknown = [view for slot, view in views.items() if slot not in self._grads]
-            if len(unknown) == len(views):
-                scale_into(part, overlap.value, scale)
+            part = self._part_of(run)
+            unknown = [index for index in part.pieces if index not in self._present]
+            if len(unknown) == len(part.pieces):
+                scale_into(part.memory, overlap.value, scale)
             else:
-                for view in unknown:
-                    copy_into(view, paddle.zeros(view.shape))
+                for index in unknown:
+                    copy_into(part.view(index), paddle.zeros([part.pieces[index].numel]))
                 overlap.value.scale_(scale)
-                accumulate(part, overlap.value)
-            self._grads.update(views)
+                accumulate(part.memory, overlap.value)
+            self._present.update(part.pieces)
 
-    def _part_of(self, run: Run) -> tuple[Tensor, dict[int, Tensor]]:
-        """Lasting memory for the gradients of this rank's part of ``run``, and its pieces by slot."""
+    def _absorb_alone(self, index: int, value: Tensor, scale: float) -> None:
+        value.scale_(scale)
+        if index in self._present:
+            accumulate(self._alone[index], value)
+            return
+        # In the dtype that the other levels keep, so that all round alike.
+        self._alone[index] = value if value.dtype == self.dtype else value.astype(self.dtype)
+        self._present.add(index)
+
+    def _part_of(self, run: Run) -> Part:
         if run not in self._parts:
             low, high = self._layout.shard_bounds(self._comm.rank)
             start, stop = max(run.start, low) - low, min(run.stop, high) - low
-            if self._sharded:
+            if not self._sharded:
+                memory = paddle.zeros([stop - start]).astype(self.dtype)
+            else:
                 if self._shard is None:
                     self._shard = paddle.zeros([self._layout.shard_numel]).astype(self.dtype)
-                part = flat_view(self._shard, start, stop)
-            else:
-                part = paddle.empty([stop - start], dtype=self.dtype)
-            pieces = [piece for piece in (self._pieces[index] for index in run.slots) if piece is not None]
-            views = {
-                piece.index: flat_view(part, piece.shard_start - start, piece.shard_start - start + piece.numel)
-                for piece in pieces
-            }
-            self._parts[run] = part, views
+                memory = flat_view(self._shard, start, stop)
+            pieces = (self._pieces[index] for index in run.slots)
+            self._parts[run] = Part(memory, start, {piece.index: piece for piece in pieces if piece is not None})
         return self._parts[run]
 
     def packed_run(self, index: int) -> Optional[Run]:
         """The run of slot ``index`` if its gradient lies packed with its neighbours', else None."""
-        return next((run for run in self._layout.runs if index in run.slots and len(run.slots) > 1), None)
+        run = self._run_of(index)
+        return run if run is not None and len(run.slots) > 1 else None
+
+    def _run_of(self, index: int) -> Optional[Run]:
+        return next((run for run in self._layout.runs if index in run.slots), None)
 
     def packed(self, run: Run, start: int, stop: int) -> Tensor:
         """The reduced gradients of elements ``start`` to ``stop`` of the shard, which lie inside ``run``."""
-        part, _ = self._part_of(run)
-        begin = max(run.start - self._layout.shard_bounds(self._comm.rank)[0], 0)
-        return flat_view(part, start - begin, stop - begin)
+        return self._part_of(run).between(start, stop)
+
+    def has(self, index: int) -> bool:
+        """Whether this rank's piece of slot ``index`` has a reduced gradient."""
+        return index in self._present
 
     def of(self, index: int) -> Optional[Tensor]:
         """The reduced gradient of this rank's piece of slot ``index``, 1-D, or None; changes are seen by the step."""
-        return self._grads.get(index)
+        if index not in self._present:
+            return None
+        if index in self._alone:
+            return self._alone[index]
+        run = self._run_of(index)
+        return None if run is None else self._part_of(run).view(index)
+
+    @property
+    def any(self) -> bool:
+        """Whether a reduction has left something here."""
+        return bool(self._present)
 
     def shard(self) -> Tensor:
         """The gradients of this rank's pieces as one tensor of the shard's size; zeros where there is none."""
         shard = paddle.zeros([self._layout.shard_numel], dtype=paddle.float32).astype(self.dtype)
-        for index, grad in self._grads.items():
+        for index in self._present:
             piece = self._pieces[index]
             if piece is not None:
-                copy_into(flat_view(shard, piece.shard_start, piece.shard_start + piece.numel), grad)
+                copy_into(flat_view(shard, piece.shard_start, piece.shard_start + piece.numel), self.of(index))
         return shard
 
     def set(self, index: int, value: Tensor) -> None:
         """Replace the gradient of this rank's piece (1-D, the piece's elements) by a copy of ``value``."""
-        if index not in self._grads:
-            run = next(run for run in self._layout.runs if index in run.slots)
-            alone = len(run.slots) == 1 and not self._sharded
-            self._grads[index] = paddle.empty(value.shape, self.dtype) if alone else self._part_of(run)[1][index]
-        copy_into(self._grads[index], value)
+        run = self._run_of(index)
+        if run is None:
+            return  # no elements
+        self._present.add(index)
+        if len(run.slots) == 1 and not self._sharded:
+            self._alone.setdefault(index, paddle.empty(value.shape, self.dtype))
+        copy_into(self.of(index), value)
+
+    def square_sums(self) -> dict[int, float]:
+        """The sum of squares of each piece's gradient, by slot, computed in float32 or wider."""
+        sums: dict[int, float] = {}
+        for part in self._parts.values():
+            if len(part.pieces) > 1 and part.memory.dtype == paddle.float32 and part.memory.place.is_cpu_place():
+                sums.update(part.square_sums())
+        return {index: sums[index] if index in sums else square_sum(self.of(index)) for index in self._present}
+
+    def finite(self) -> bool:
+        """Whether no piece's gradient holds an infinite number or nan."""
+        if all(bool(paddle.isfinite(tensor).all()) for tensor in self.storage):
+            return True  # else it may be an element that means nothing
+        return all(bool(paddle.isfinite(self.of(index)).all()) for index in self._present)
 
     @property
     def storage(self) -> list[Tensor]:
         """The tensors that hold the reduced gradients of this rank's pieces, each once; other elements mean nothing."""
         if self._shard is not None:
             return [self._shard]
-        parts = [(part, views) for part, views in self._parts.values() if not views.keys().isdisjoint(self._grads)]
-        shared = {index for _, views in parts for index in views}
-        return [*(part for part, _ in parts), *(grad for index, grad in self._grads.items() if index not in shared)]
-
-    @property
-    def lasting(self) -> list[Tensor]:
-        """The tensors that are kept for the reduced gradients from step to step, whether they hold any or not."""
-        return [part for part, _ in self._parts.values()] if self._shard is None else [self._shard]
+        return [*(part.memory for part in self._parts.values()), *self._alone.values()]
 
     def drop(self) -> None:
-        """Forget the gradients; the shard's gradient buffer stays for the next step."""
-        self._grads.clear()
+        """Forget the gradients; a buffer of the shard's size stays for the next step."""
+        self._present.clear()
+        self._alone.clear()
+        if not self._sharded:
+            self._parts.clear()
         for param in self._group.params:
             if param.optimized and has_grad(param.tensor):
                 param.reached = True
                 drop_grad(param.tensor)
+
+
+class Part:
+    """Memory for the gradients of this rank's part of one run."""
+
+    def __init__(self, memory: Tensor, start: int, pieces: dict[int, Piece]) -> None:
+        """``memory``, 1-D, begins at element ``start`` of the shard; ``pieces``: those inside, by slot."""
+        self.memory = memory
+        self.pieces = pieces
+        self._start = start
+        self._views: dict[int, Tensor] = {}
+
+    def between(self, start: int, stop: int) -> Tensor:
+        """Elements ``start`` to ``stop`` of the shard."""
+        return flat_view(self.memory, start - self._start, stop - self._start)
+
+    def view(self, index: int) -> Tensor:
+        """The gradient of the piece of slot ``index``."""
+        if index not in self._views:
+            piece = self.pieces[index]
+            self._views[index] = self.between(piece.shard_start, piece.shard_start + piece.numel)
+        return self._views[index]
+
+    def square_sums(self) -> dict[int, float]:
+        """Of each piece, by slot; the memory is float32 on the host, with zeros between the pieces."""
+        starts = [piece.shard_start - self._start for piece in self.pieces.values()]
+        sums = np.add.reduceat(np.square(host_view(self.memory), dtype=np.float64), starts)
+        return dict(zip(self.pieces, sums.tolist()))

@@ -58,6 +58,12 @@ class RootHook:
         """Report to ``engine``."""
         self.engine: Optional[Engine] = engine
 
+    def __deepcopy__(self, memo: Any) -> RootHook:
+        """Do nothing in a copy of the layer, which is not managed."""
+        copied = RootHook.__new__(RootHook)
+        copied.engine = None
+        return copied
+
     def __call__(self, layer: Layer, inputs: Any) -> None:
         """Start a forward of the whole model."""
         if self.engine is not None:

@@ -1,8 +1,10 @@
 """Parameters made under ``paddle.LazyGuard``: filled one group at a time, with the values of an ordinary construction.
 
-An ordinary construction draws random numbers in the order in which the layers are made, which is the order of
-registration.  Groups may need another order; a parameter that is passed over is filled and emptied again, and the
-state of the generator before it is kept, so that it can be drawn once more when its group comes.
+An ordinary construction draws random numbers in the order in which the layers are made.  That is the order of
+``parameters()``, unless a layer makes parameters of its own after sublayers; the values are then those of
+``for param in model.parameters(): param.initialize()``.  Groups may need another order; a parameter that is passed over
+is filled and emptied again, and the state of the generator before it is kept, so that it can be drawn once more when
+its group comes.
 """
 
 from __future__ import annotations

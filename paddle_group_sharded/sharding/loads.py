@@ -16,8 +16,7 @@ class RankLoad:
 
     states: float = 0.0  # with float32 masters, and what is stepped in memory of its own
     copies: int = 0  # of its gradients, made by the step: casts, clipped ones
-    held: int = 0  # of large reduced gradients that were not sharded: a slice keeps the whole alive until the step ends
-    parts: int = 0  # lasting, for the reduced gradients of small neighbours that were not sharded
+    held: int = 0  # of reduced gradients where they were not sharded: a slice keeps the whole of a large one alive
 
 
 def rank_loads(
@@ -40,10 +39,7 @@ def _add_group(loads: list[RankLoad], params: Sequence[ParamFacts], group: Group
         first = params[group.members[run.slots.start]]
         joined = step.joins_neighbours and len(run.slots) > 1 and not first.has_master and first.reached
         for rank, numel in _shares(run.start, run.stop, shard_numel):
-            if len(run.slots) == 1:
-                loads[rank].held += itemsize * run.numel
-            else:
-                loads[rank].parts += itemsize * numel
+            loads[rank].held += itemsize * (run.numel if len(run.slots) == 1 else numel)
             if joined:  # the gaps have states as well
                 loads[rank].states += numel * first.state_bytes / first.numel + first.scalar_bytes
         for index in run.slots:

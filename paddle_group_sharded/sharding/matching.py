@@ -38,6 +38,7 @@ class Found(NamedTuple):
     masters: dict[str, Any]
     scheduler: Optional[Mapping[str, Any]]
     fresh: list[str]  # labels of the parameters without any state
+    more: dict[str, dict[str, Any]]  # then by key: states that a user's rule will make in its own time
 
 
 def split_key(key: str, names: Iterable[str]) -> Optional[tuple[str, str]]:
@@ -78,16 +79,23 @@ def values_differ(rank: int, checksum: int, other: int, other_checksum: int) -> 
 
 
 def match_states(
-    state_dict: Mapping[str, Any], owners: Mapping[str, Owner], has_scheduler: bool, source: str, partial: bool = False
+    state_dict: Mapping[str, Any],
+    owners: Mapping[str, Owner],
+    has_scheduler: bool,
+    source: str,
+    partial: bool = False,
+    may_have_more: bool = False,
 ) -> Found:
     """Sort ``state_dict`` by ``owners`` (by parameter name); :class:`CheckpointError` names each entry that is wrong.
 
     Entries of parameters that are not among the owners are left alone.  An owner may have no state in the file (it was
     never stepped) if it has none here either.  ``partial``: what is there is only a part, so nothing is missed.
+    ``may_have_more``: the optimizer may make states of which it does not tell before its first step.
     """
     entries = {key: value for key, value in state_dict.items() if key != "LR_Scheduler" and key != "master_weights"}
     scheduler = state_dict.get("LR_Scheduler")
     states: dict[str, dict[str, Any]] = {}
+    more: dict[str, dict[str, Any]] = {}
     problems: list[str] = []
     for key, value in entries.items():
         parts = split_key(key, owners)
@@ -96,7 +104,10 @@ def match_states(
         name, state = parts[0], _state_name(parts[1], owners[parts[0]].specs)
         spec = owners[name].specs.get(state)
         if spec is None:
-            problems.append(f"unexpected: {key}")
+            if may_have_more and is_array(value) and not owners[name].has_states:
+                more.setdefault(name, {})[key] = value
+            else:
+                problems.append(f"unexpected: {key}")
             continue
         states.setdefault(name, {})[state] = value
         problems += _shape_problem(key, value, whole_shape(spec, owners[name].shape), spec.scalar)
@@ -115,7 +126,7 @@ def match_states(
     if problems:
         raise CheckpointError(f"{source} does not fit the optimizer; " + "; ".join(problems))
     fresh = [owner.label for name, owner in owners.items() if owner.specs and name not in states]
-    return Found(states, masters, scheduler, fresh if states else [])
+    return Found(states, masters, scheduler, fresh if states else [], more)
 
 
 def _state_name(rest: str, specs: Mapping[str, StateSpec]) -> str:

@@ -37,6 +37,13 @@ class ShardedModel(nn.Layer):  # type: ignore[misc]
         """Call the wrapped model."""
         return self._layer(*inputs, **kwargs)
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        """Refused: two models cannot share one set of groups and connections."""
+        raise UsageError(
+            "a model that has been through group_sharded_parallel cannot be copied; copy its layers while they are "
+            "whole: with model.gathered() as layer: copied = copy.deepcopy(layer)"
+        )
+
     def __getattr__(self, name: str) -> Any:
         """Read from the wrapped model what is not defined here."""
         try:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Optional, Union
 
 import paddle
 from paddle import nn
 
-from ..clipping import check_clip, clip_factors, needs_norms, square_sum
+from ..clipping import check_clip, clip_factors, needs_norms
 from ..comm.agreement import agree
 from ..errors import GroupShardedError, StateError, UsageError
 from ..paddle_compat import (
@@ -166,7 +167,8 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
     def _build_units(self) -> dict[ShardedParam, Unit]:
         rank = self._engine.comm.rank
         if self._whole:
-            return {param: WholeUnit(param, self._master) for param in self._params if self._owners[param] == rank}
+            own = (param for param in self._params if self._owners[param] == rank)
+            return {param: WholeUnit(param, self._master, self.offload) for param in own}
         # A parameter of no elements has no piece, but states as unsharded: they are rank 0's.
         owned = (
             param
@@ -195,6 +197,7 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
         used, factors = self._agree()
         if self._whole:
             self._step_whole(used, factors)
+            self._states.learn(used)
         else:
             self._step_pieces(used, factors)
         for param in used:
@@ -228,14 +231,15 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
         comm, dp_comm = self._engine.comm, self._engine.dp_comm
         reached = [float(param.reached and param.expects_grad) for param in params]
         clipped = [param for group in self._groups if needs_norms(group.clip) for param in group.params]
-        sums = [self._square_sum(param) for param in clipped]
+        sums = self._square_sums(clipped)
         written = self._engine.residency.take_written()
         flags = [float(written is not None), float(bool(self._engine.reducer.left))]
         vector = paddle.to_tensor([*flags, *reached, *sums], dtype="float64")
         comm.all_reduce(vector, "gradients used and their norms").wait()
         some_written, left, *values = vector.tolist()
         if some_written:
-            raise next(filter(None, comm.exchange(written, "parameters changed in a forward")))
+            written = next(filter(None, comm.exchange(written, "parameters changed in a forward")))
+            raise written
         flags = [left, *values[: len(params)]]
         if dp_comm.world_size > 1:
             over_replicas = paddle.to_tensor(flags, dtype="float64")
@@ -251,9 +255,11 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
                 used.append(param)
         return used, self._clip_factors(used, dict(zip(clipped, values[len(params) :])))
 
-    def _square_sum(self, param: ShardedParam) -> float:
-        grad = param.group.gradients.of(param.index) if param.expects_grad else None
-        return square_sum(grad) if grad is not None else 0.0
+    def _square_sums(self, params: Iterable[ShardedParam]) -> list[float]:
+        """Of this rank's part of each gradient; 0 where there is none."""
+        params = list(params)
+        by_group = {group: group.gradients.square_sums() for group in {param.group for param in params}}
+        return [by_group[param.group].get(param.index, 0.0) if param.expects_grad else 0.0 for param in params]
 
     def _clip_factors(self, used: list[ShardedParam], sums: dict[ShardedParam, float]) -> dict[ShardedParam, float]:
         factors: dict[ShardedParam, float] = {}
@@ -313,6 +319,7 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
                 if isinstance(unit, WholeUnit):
                     slot = group.layout.slots[param.index]
                     grad = flat_view(full_grad, slot.start, slot.stop).reshape(unit.tensor.shape)
+                    grad = grad.cpu() if unit.on_host else grad
                     grads[param] = grad if grad.dtype == unit.tensor.dtype else grad.astype(unit.tensor.dtype)
                     unit.load(group.full)
             group.release()
@@ -350,10 +357,7 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
         for group in self._engine.groups:
             for grad in group.gradients.storage:
                 grad.scale_(1.0 / scale)
-        for param in self._params:
-            grad = param.group.gradients.of(param.index)
-            if grad is not None and param.expects_grad:
-                finite = finite and bool(paddle.isfinite(grad).all())
+            finite = finite and group.gradients.finite()
         overflow = paddle.to_tensor([0.0 if finite else 1.0], dtype="float32")
         self._engine.comm.all_reduce(overflow, "overflow of the scaled gradients", op="max").wait()
         self.__dict__["_unscaled"] = True
@@ -391,7 +395,7 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
         computes the same.
         """
         self._engine.finish_grads()
-        total = sum(self._square_sum(param) for param in dict.fromkeys(self._params))
+        total = sum(self._square_sums(dict.fromkeys(self._params)))
         vector = paddle.to_tensor([total], dtype="float64")
         self._engine.comm.all_reduce(vector, "norm of the gradients").wait()
         norm = math.sqrt(float(vector.item()))

@@ -14,6 +14,7 @@ import paddle
 
 from ..paddle_compat import (
     accumulators,
+    add_pending_states,
     bind_view,
     create_accumulators,
     flat_view,
@@ -65,6 +66,7 @@ class StateTable:
         self._master = master
         self._specs: dict[Any, dict[str, StateSpec]] = {}
         self.before_change: Callable[[], None] = lambda: None  # called before states are changed from outside a step
+        self._learned: set[ShardedParam] = set()
         self.stepped: dict[ShardedParam, None] = {}  # those that have states; the same on every rank
 
     def specs(self, param: ShardedParam) -> dict[str, StateSpec]:
@@ -78,6 +80,28 @@ class StateTable:
     def is_master(self, param: ShardedParam) -> bool:
         """Whether ``param`` is stepped as a float32 copy; the same on every rank."""
         return self._master and param.group.dtype in LOW_PRECISION
+
+    def learn(self, params: Iterable[ShardedParam]) -> None:
+        """Know states that a user's rule has made in its first step of ``params``, not before.  Collective."""
+        new = [param for param in params if param not in self._learned]
+        if not (self._whole_units and new):
+            return
+        self._learned.update(new)
+        found: dict[int, dict[str, tuple[tuple[int, ...], str]]] = {}
+        for number, param in enumerate(new):
+            unit = self._units.get(param)
+            if unit is not None:
+                states = ((name, by_name.get(unit.tensor.name)) for name, by_name in accumulators(self._inner).items())
+                found[number] = {
+                    name: (tuple(state.shape), str(state.dtype).rpartition(".")[2])
+                    for name, state in states
+                    if state is not None and name not in self.specs(param)
+                }
+        for by_number in self._engine.comm.exchange(found, "states of the first step"):
+            for number, states_of_param in by_number.items():
+                for name, (shape, dtype) in states_of_param.items():
+                    spec = StateSpec(name, False, (), getattr(paddle, dtype), shape)
+                    self.specs(new[number])[name] = spec
 
     # --------------------------------------------------------------------------------------------------- taking over
 
@@ -325,7 +349,8 @@ class StateTable:
             param.tensor.name: Owner(repr(param), list(param.tensor.shape), self.specs(param), param in self.stepped)
             for param in params
         }
-        return match_states(state_dict, owners, lr_scheduler(self._inner) is not None, source, partial)
+        has_scheduler = lr_scheduler(self._inner) is not None
+        return match_states(state_dict, owners, has_scheduler, source, partial, may_have_more=self._whole_units)
 
     def _take(self, found: Found) -> None:
         self.before_change()
@@ -336,6 +361,8 @@ class StateTable:
                 self._store(param, self.specs(param)[state], as_tensor(value))
             if name in found.masters:
                 self._set_master(param, as_tensor(found.masters[name]))
+            if param in self._units and name in found.more:
+                add_pending_states(self._inner, found.more[name])
 
     def _store(self, param: ShardedParam, spec: StateSpec, whole: Tensor) -> None:
         self.stepped[param] = None

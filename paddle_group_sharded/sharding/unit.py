@@ -81,9 +81,10 @@ class PieceUnit:
 class WholeUnit:
     """One whole parameter, stepped by the rank that owns it; the other ranks hold no state of it."""
 
-    def __init__(self, param: ShardedParam, master: bool) -> None:
-        """Keep a float32 copy of a 16-bit parameter where ``master`` says so."""
+    def __init__(self, param: ShardedParam, master: bool, host: bool) -> None:
+        """Keep a float32 copy of a 16-bit parameter where ``master`` says so; ``host``: step on the host."""
         self.param = param
+        self.on_host = host and not param.group.shard.place.is_cpu_place()
         self.start, self.stop = 0, param.numel
         self.is_master = master and param.group.dtype in LOW_PRECISION
         dtype = paddle.float32 if self.is_master else param.group.dtype
@@ -100,7 +101,7 @@ class WholeUnit:
             value = _master(value, self.tensor)
         else:
             return
-        bind_view(self.tensor, value, 0, self.stop)
+        bind_view(self.tensor, value.cpu() if self.on_host else value, 0, self.stop)
         self.stale = False
 
     def store(self, full: Tensor) -> None:

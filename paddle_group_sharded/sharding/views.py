@@ -10,6 +10,7 @@ import paddle
 from ..errors import StateError, UsageError
 from ..paddle_compat import flat_view
 from .engine import Engine
+from .group import ParamGroup
 from .param import ShardedParam
 from .states import StateTable
 
@@ -31,16 +32,37 @@ class Views:
 
         Collective.  Gradients that no_sync() has kept back are reduced first.
         """
+        param = self._engine.param_of(key)
+        self._engine.finish_grads()
+        return self._whole_grads(param.group).get(param)
+
+    def give_back_grads(self) -> None:
+        """Leave gradients that have not been stepped with the parameters, averaged and whole.  Collective."""
         engine = self._engine
-        param = engine.param_of(key)
+        waiting = bool(engine.reducer.left) or any(group.gradients.any for group in engine.groups)
+        for comm in (engine.comm, engine.dp_comm):
+            waiting = any(comm.exchange(waiting, "gradients that have not been stepped"))
+        if not waiting:
+            return
         engine.finish_grads()
-        reached = any(engine.comm.exchange(param.reached, f"gradient of {param.name}"))
-        group = param.group
-        full = engine.full_group(group, group.gradients.shard(), f"gradient of {param.name}")
-        if not reached:
-            return None
-        slot = group.layout.slots[param.index]
-        return flat_view(full, slot.start, slot.stop).clone().reshape(param.tensor.shape)
+        found: dict[ShardedParam, Tensor] = {}
+        for group in engine.groups:
+            if group.expects_grad:
+                found.update(self._whole_grads(group))
+        engine.drop_grads(keep_reached=True)
+        for param, grad in found.items():
+            param.tensor.grad = grad
+
+    def _whole_grads(self, group: ParamGroup) -> dict[ShardedParam, Tensor]:
+        """The gradients of one group in the parameters' shapes, where any rank has one.  Collective."""
+        label = f"gradients of {group.name}"
+        by_rank = self._engine.comm.exchange([param.reached for param in group.params], label)
+        full = self._engine.full_group(group, group.gradients.shard(), label)
+        found = {}
+        for param, slot, *reached in zip(group.params, group.layout.slots, *by_rank):
+            if any(reached) and param.expects_grad and param.numel:
+                found[param] = flat_view(full, slot.start, slot.stop).clone().reshape(param.tensor.shape)
+        return found
 
     def set_grad(self, key: Any, value: Any) -> None:
         """Replace the gradient by a whole tensor, given alike on every rank.  Collective."""

@@ -11,9 +11,11 @@ import paddle.distributed as dist
 from paddle import nn
 
 from paddle_group_sharded import group_sharded_parallel, load_checkpoint, save_checkpoint
+from paddle_group_sharded.checkpoint.read import read_manifest
 from unittests.checkpoint.whole import differing, whole_state
 from unittests.harness import fresh
 from unittests.sharding import plain_paddle
+from unittests.sharding.dygraph_arguments import grid_groups
 
 LEVELS = ("os", "os_g", "p_g_os")
 SAVED_AT, END = 3, 5  # steps
@@ -110,3 +112,28 @@ def plain_reference(folder: str, kind: str, source: str) -> list[str]:
     model, optimizer = plain_paddle.build(kind)
     load_checkpoint(f"{folder}/{source}", model, optimizer)
     return differing(expected, whole_state(model, optimizer))
+
+
+def replicated(folder: str, level: str) -> dict[str, Any]:
+    """On 4 ranks, two shards with two replicas each: who writes how much; and both back."""
+    group, dp_group = grid_groups([[0, 1], [2, 3]], [[0, 2], [1, 3]])
+    model, optimizer = build("AdamW")
+    model, optimizer, _ = group_sharded_parallel(
+        model, optimizer, level, offload=True, group=group, dp_group=dp_group
+    )
+    plain_paddle.train(model, optimizer, 0, SAVED_AT)
+    path = Path(folder) / level
+    save_checkpoint(path, model, optimizer)
+    expected = whole_state(model, optimizer)
+    plain_paddle.train(model, optimizer, 20, 22)
+    load_checkpoint(path, model, optimizer)
+    manifest = read_manifest(path)
+    written: dict[str, int] = {}
+    for key, entry in manifest.tensors.items():
+        for piece in entry.pieces if key[0] != "rank" else ():
+            written[piece.file] = written.get(piece.file, 0) + piece.stop - piece.start
+    return {
+        "differing": differing(expected, whole_state(model, optimizer)),
+        "written": [written[name] for name in sorted(written)],
+        "elements": sum(entry.numel for key, entry in manifest.tensors.items() if key[0] != "rank"),
+    }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import pickle
 import random
 from pathlib import Path
 from typing import Any
@@ -88,8 +90,8 @@ def unbroken(folder: str) -> dict[str, Any]:
     return results
 
 
-def can_restore_randomness() -> bool:
-    """Paddle 2.6 does not tell the state of the engine that draws random numbers on the CPU."""
+def is_paddle_3() -> bool:
+    """Paddle 2.6 does not tell the state of what draws random numbers on the CPU, and has no empty parameters."""
     return not paddle.version.full_version.startswith("2.")
 
 
@@ -220,3 +222,89 @@ def random_states_elsewhere(folder: str) -> list[bool]:
         load_checkpoint(folder, model, wanted)
         unchanged.append(paddle.rand([4]).numpy().tobytes() == expected.tobytes())
     return unchanged
+
+
+# ------------------------------------------------------------------------------------------------------------------ odd
+
+
+class Odd(nn.Layer):
+    """No elements, no dimensions, a state that is not persistable, a buffer whose elements lie in another order."""
+
+    def __init__(self, transposed: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.empty = self.create_parameter([0 if is_paddle_3() else 1, 4])  # 2.6 refuses it
+        self.scale = self.create_parameter([])
+        self.lstm = nn.LSTM(2, 2)
+        self.register_buffer("turned", paddle.rand([2, 3]).t() if transposed else paddle.rand([3, 2]))
+
+    def forward(self, x: Any) -> Any:
+        return self.lstm(self.linear(x) + self.empty.sum() + self.turned.sum())[0] * self.scale
+
+
+def odd(folder: str) -> list[str]:
+    """From and to every level; the names that differ."""
+    wrong = []
+
+    def make_odd(level: str) -> tuple[Any, Any]:
+        model = Odd(level == "plain")
+        optimizer = paddle.optimizer.AdamW(0.1, parameters=model.parameters())
+        if level != "plain":
+            model, optimizer, _ = group_sharded_parallel(model, optimizer, level)
+        for _ in range(2):
+            model(paddle.rand([2, 3, 3])).mean().backward()
+            optimizer.step()
+            optimizer.clear_grad()
+        return model, optimizer
+
+    levels = ("plain", "p_g_os") if dist.get_world_size() == 1 else LEVELS
+    for source in levels:
+        model, optimizer = make_odd(source)
+        save_checkpoint(folder, model, optimizer)
+        state = whole_state(model, optimizer)
+        for target in levels:
+            model, optimizer = make_odd(target)
+            load_checkpoint(folder, model, optimizer)
+            wrong += [f"{source} -> {target}: {name}" for name in differing(state, whole_state(model, optimizer))]
+    return wrong
+
+
+def other_scheduler(folder: str) -> tuple[str, bool]:
+    """The state of one scheduler into another: what is said, and whether the weights are as they were."""
+    model = nn.Linear(2, 2)
+    step_decay = paddle.optimizer.SGD(paddle.optimizer.lr.StepDecay(0.1, 3), parameters=model.parameters())
+    save_checkpoint(folder, model, step_decay)
+    model.weight.set_value(paddle.zeros([2, 2]))
+    plateau = paddle.optimizer.SGD(paddle.optimizer.lr.ReduceOnPlateau(0.1), parameters=model.parameters())
+    said = message(folder, model, plateau)
+    return said, not model.weight.numpy().any()
+
+
+def independent(folder: str) -> tuple[list[str], list[str]]:
+    """Plain models that have nothing to do with each other: back on as many ranks, and what was said."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("paddle_group_sharded.checkpoint.save")
+    logger.addHandler(handler)
+    try:
+        model, optimizer = plain_paddle.build()
+        plain_paddle.train(model, optimizer, 0, 2, dist.get_rank())
+        save_checkpoint(folder, model, optimizer)
+    finally:
+        logger.removeHandler(handler)
+    expected = whole_state(model, optimizer)
+    if dist.get_rank() == 0:
+        Path(folder, "first.pickle").write_bytes(pickle.dumps(expected))
+    fresh()
+    model, optimizer = plain_paddle.build()
+    load_checkpoint(folder, model, optimizer)
+    return differing(expected, whole_state(model, optimizer)), records
+
+
+def first_of_them(folder: str) -> list[str]:
+    """On another number of ranks: all of it is that of the first rank."""
+    model, optimizer = plain_paddle.build()
+    load_checkpoint(folder, model, optimizer)
+    expected = pickle.loads(Path(folder, "first.pickle").read_bytes())
+    return differing(expected, whole_state(model, optimizer))

@@ -142,8 +142,12 @@ def test_replicas_share_the_work() -> None:
 
 
 def test_the_first_rank_counts_where_values_differ() -> None:
-    offers = [[Offer(("model", "mean"), "int8", (4,), 0, 4, 4, own)] for own in (1, 2, 3)]
+    offers = [[Offer(("model", "mean"), "int8", (4,), 0, 4, 4, checksum)] for checksum in (1, 2, 2)]
     assert assign([[], *offers]) == [[], [0], [], []]
+    busy = Offer(("model", "weight"), "int8", (9,), 0, 9, 9)
+    own = Offer(("model", "mean"), "int8", (4,), 0, 4, 4, own=True)
+    assert assign([[busy, own], [own]]) == [[0, 1], []]
+    assert assign([[busy, own._replace(own=False)], [own._replace(own=False)]]) == [[0], [0]]
 
 
 def test_parts_that_do_not_fit_together() -> None:

@@ -38,3 +38,12 @@ def test_optimizers(ranks: Ranks, tmp_path: Path, kind: str) -> None:
     for world_size in (1, 2, 3):
         for results in ranks(world_size).run(WORKER, "load_all", str(tmp_path), kind, sources, timeout=120):
             _check(results, kind)
+
+
+def test_replicas_write_once_and_share_the_work(ranks: Ranks, tmp_path: Path) -> None:
+    for level in ("os", "p_g_os"):
+        for seen in ranks(4).run(WORKER, "replicated", str(tmp_path), level):
+            assert seen["differing"] == []
+            assert sum(seen["written"]) == seen["elements"]
+            assert len(seen["written"]) == 4 and max(seen["written"]) < 0.35 * seen["elements"]
+        assert ranks(1).run(WORKER, "plain_reference", str(tmp_path), "AdamW", level) == [[]]

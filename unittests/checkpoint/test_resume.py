@@ -14,7 +14,7 @@ WORKER = "unittests.checkpoint.dygraph_resume"
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_continuing_equals_never_having_stopped(ranks: Ranks, tmp_path: Path, world_size: int) -> None:
     """Dropout, NumPy's and Python's random numbers, a scaler, two schedulers, statistics of each rank: to the bit."""
-    if not ranks(1).run(WORKER, "can_restore_randomness")[0]:
+    if not ranks(1).run(WORKER, "is_paddle_3")[0]:
         pytest.skip("Paddle 2.6 does not tell the state of its random numbers on the CPU")
     for results in ranks(world_size).run(WORKER, "unbroken", str(tmp_path)):
         assert len(results) >= 3
@@ -51,3 +51,23 @@ def test_tied_weights(ranks: Ranks, tmp_path: Path, world_size: int, level: str)
 def test_random_states_belong_to_their_rank(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2).run(WORKER, "save_step_10", str(tmp_path))
     assert ranks(3).run(WORKER, "random_states_elsewhere", str(tmp_path)) == [[True, True]] * 3
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_odd_tensors(ranks: Ranks, tmp_path: Path, world_size: int) -> None:
+    assert ranks(world_size).run(WORKER, "odd", str(tmp_path)) == [[]] * world_size
+
+
+def test_another_scheduler_is_found_before_anything_is_changed(ranks: Ranks, tmp_path: Path) -> None:
+    ((said, unchanged),) = ranks(1).run(WORKER, "other_scheduler", str(tmp_path))
+    assert "has the state of another scheduler than ReduceOnPlateau, which keeps cooldown_counter" in said
+    assert unchanged
+
+
+def test_plain_models_that_differ_between_ranks_are_not_mixed(ranks: Ranks, tmp_path: Path) -> None:
+    by_rank = ranks(2).run(WORKER, "independent", str(tmp_path))
+    assert [differing for differing, _ in by_rank] == [[], []]
+    (said,) = by_rank[0][1]
+    assert "ranks hold different values of scale and of " in said and by_rank[1][1] == []
+    assert ranks(1).run(WORKER, "first_of_them", str(tmp_path)) == [[]]
+    assert ranks(3).run(WORKER, "first_of_them", str(tmp_path)) == [[]] * 3

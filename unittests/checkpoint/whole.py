@@ -1,4 +1,4 @@
-"""The whole state of a model and an optimizer as arrays under structured names, for comparison."""
+"""The state of a model and an optimizer as arrays under structured names, for comparison."""
 
 from __future__ import annotations
 
@@ -6,21 +6,26 @@ from typing import Any
 
 import numpy as np
 
-from unittests.sharding.dygraph_load import by_position, to_arrays
+from unittests.sharding.dygraph_load import to_arrays
 
 __all__ = ["differing", "whole_state"]
 
 
 def whole_state(model: Any, optimizer: Any) -> dict[str, Any]:
     """Everything by name.  Keys of optimizer states end with a number that counts optimizers: it is left out."""
-    arrays = {f"model {name}": value for name, value in to_arrays(model.state_dict()).items()}
-    state = to_arrays(by_position(model, optimizer.state_dict()))
-    masters = state.pop("master_weights", {})
-    arrays["scheduler"] = state.pop("LR_Scheduler", None)
+    live = model.state_dict()
+    names: dict[str, str] = {}
+    for name, tensor in live.items():
+        names.setdefault(tensor.name, name)
+    arrays: dict[str, Any] = {f"model {name}": value for name, value in to_arrays(live).items()}
     arrays["rate"] = optimizer.get_lr()
-    names = {param.name: name for name, param in model.named_parameters()}
-    arrays.update((f"master {names[key.removesuffix('_fp32_master_0')]}", value) for key, value in masters.items())
-    arrays.update((f"state {key.rpartition('_')[0]}", value) for key, value in state.items())
+    state = to_arrays(optimizer.state_dict())
+    arrays["scheduler"] = state.pop("LR_Scheduler", None)
+    for key, value in state.pop("master_weights", {}).items():
+        arrays[f"master {names[key.removesuffix('_fp32_master_0')]}"] = value
+    for key, value in state.items():
+        old = max((old for old in names if key.startswith(f"{old}_")), key=len)
+        arrays[f"state {names[old]} {key[len(old) :].rpartition('_')[0]}"] = value
     return arrays
 
 

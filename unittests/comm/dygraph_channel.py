@@ -95,6 +95,25 @@ def strided() -> list[float]:
     return receiver.recv([3, 2], "float32", "t").flatten().tolist()
 
 
+def messages() -> dict[str, Any]:
+    """A value with any number of tensors; then a failure, which ends the channel; then ends that are abandoned."""
+    rank, sender, receiver = both_ways()
+    tensors = [paddle.full([2, 3], float(rank)), paddle.to_tensor(rank == 0), paddle.zeros([0, 4], dtype="int8")]
+    sender.send_message({"from": rank}, tensors, "1F0")
+    sender.send_message(None, [], "1F1")
+    sender.send_message((), [tensors[0].t()], "1F2")
+    sender.send_failure(f"rank {rank} has had enough")
+    works = [receiver.irecv_message(label) for label in ("1F0", "1F1", "1F2")]
+    late = receiver.irecv_message("1F3")
+    values = [work.wait() for work in works]
+    errors = [message(late.wait), message(lambda: receiver.irecv_message("1F4"))]
+    for end in (sender, receiver):
+        end.abandon()
+        end.abandon()
+    errors.append(message(lambda: sender.send_message(None, [], "1F5")))
+    return {"values": values, "errors": errors, "dtypes": [str(tensor.dtype) for tensor in values[0][1]]}
+
+
 def late(seconds: float) -> float:
     """The receiver comes later than gloo would wait."""
     rank, sender, receiver = both_ways()
@@ -120,7 +139,7 @@ def missing(limit: float) -> list[str]:
 def unexpected() -> list[str]:
     """What the receiver expects differs from what was sent: shape, dtype, label, kind."""
     comm = create_comm()
-    routes = {name: (0, 1) for name in ("shape", "dtype", "label", "kind")}
+    routes = {name: (0, 1) for name in ("shape", "dtype", "label", "kind", "message")}
     ends = create_channels(comm, routes)
     if comm.rank == 0:
         for name in routes:
@@ -132,6 +151,7 @@ def unexpected() -> list[str]:
         message(lambda: ends["dtype"].recv([2, 3], "float64", "2F0")),
         message(lambda: ends["label"].recv([2, 3], "float32", "2F1")),
         message(lambda: ends["kind"].recv_object("2F0")),
+        message(lambda: ends["message"].irecv_message("2F0").wait()),
     ]
     comm.barrier("received")
     return results

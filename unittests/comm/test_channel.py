@@ -47,6 +47,19 @@ def test_a_strided_tensor_is_sent_in_order(ranks: Ranks) -> None:
     assert ranks(2).run(WORKER, "strided") == [[0.0, 3.0, 1.0, 4.0, 2.0, 5.0]] * 2
 
 
+def test_messages_of_a_value_and_tensors_and_a_failure_after_them(ranks: Ranks) -> None:
+    for rank, seen in enumerate(ranks(2).run(WORKER, "messages")):
+        other = 1 - rank
+        (first, tensors), second, (third, [transposed]) = seen["values"]
+        assert first == {"from": other} and second == (None, []) and third == ()
+        assert tensors[0].tolist() == [[other] * 3] * 2 and tensors[1].item() == (other == 0)
+        assert tensors[2].shape == (0, 4) and transposed.shape == (3, 2)
+        assert seen["dtypes"] == ["paddle.float32", "paddle.bool", "paddle.int8"]
+        failed, again, closed = seen["errors"]
+        assert failed == again == f"CommError: rank {other} has had enough"
+        assert closed.endswith("has been closed")
+
+
 def test_a_receiver_may_be_later_than_gloo_would_wait(ranks: Ranks) -> None:
     assert ranks(2).run(WORKER, "late", seconds=32) == [4e6, 4e6]
 
@@ -59,11 +72,12 @@ def test_a_message_that_does_not_come_is_named(ranks: Ranks) -> None:
 
 
 def test_a_message_that_was_not_expected_is_named(ranks: Ranks) -> None:
-    shape, dtype, label, kind = ranks(2).run(WORKER, "unexpected")[1]
+    shape, dtype, label, kind, message = ranks(2).run(WORKER, "unexpected")[1]
     assert "expected the tensor '2F0' (float32 [3, 2]) from rank 0, got the tensor '2F0' (float32 [2, 3])" in shape
     assert "expected the tensor '2F0' (float64 [2, 3]) from rank 0, got the tensor '2F0' (float32 [2, 3])" in dtype
     assert "expected the tensor '2F1' (float32 [2, 3]) from rank 0, got the tensor '2F0' (float32 [2, 3])" in label
     assert "expected the value '2F0' from rank 0, got the tensor '2F0' (float32 [2, 3])" in kind
+    assert "expected the message '2F0' from rank 0, got the tensor '2F0' (float32 [2, 3])" in message
 
 
 def test_a_dead_end_is_named_at_once_on_both_sides_of_it() -> None:

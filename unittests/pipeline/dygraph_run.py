@@ -10,8 +10,8 @@ import paddle.nn.functional as F
 from paddle import nn
 
 from paddle_group_sharded import LayerDesc, pipeline_parallel
-from paddle_group_sharded.pipeline.action import Plan
-from paddle_group_sharded.pipeline.schedules import one_f_one_b
+from paddle_group_sharded.pipeline.action import Action, Kind, Plan
+from paddle_group_sharded.pipeline.schedules import one_f_one_b, zb_h1
 from unittests.pipeline.plain_pipeline import accumulate, distance, pair
 
 
@@ -46,9 +46,8 @@ def parity(world_size: int, runs: list[tuple[Any, int, int]], dropout: float, st
             with open(f"plan{paddle.distributed.get_rank()}.txt", "w") as out:
                 out.write(str(plan))
             schedule = out.name
-        elif schedule == "plan":  # every rank delays its weight gradients to the end, and mixes whole backwards in
-            rows = [[a for a in row if a.kind.name == "F" or a.micro_batch == 0] for row in _split(world_size, count)]
-            schedule = Plan.from_rows([row + _rest(row, count) for row in rows])
+        elif schedule == "plan":
+            schedule = mixed_plan(world_size, count)
         plain, layer = pair(
             lambda: entries(dropout), num_stages=world_size, loss_fn=loss_fn, num_virtual_pipeline_stages=chunks
         )
@@ -86,13 +85,10 @@ def parity(world_size: int, runs: list[tuple[Any, int, int]], dropout: float, st
     return seen
 
 
-def _split(world_size: int, count: int) -> Any:
-    from paddle_group_sharded.pipeline.schedules import zb_h1
-
-    return zb_h1(world_size, count).actions
-
-
-def _rest(row: Any, count: int) -> Any:
-    from paddle_group_sharded.pipeline.action import Action, Kind
-
-    return [Action(row[0].stage, Kind.B, number) for number in range(1, count)]
+def mixed_plan(world_size: int, count: int) -> Plan:
+    """All forwards, then a backward in two halves of the first micro-batch and whole ones of the others."""
+    rows = []
+    for row in zb_h1(world_size, count).actions:
+        first = [action for action in row if action.kind is Kind.F or action.micro_batch == 0]
+        rows.append(first + [Action(row[0].stage, Kind.B, number) for number in range(1, count)])
+    return Plan.from_rows(rows)

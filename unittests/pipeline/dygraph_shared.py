@@ -24,6 +24,8 @@ class Nested(nn.Layer):
         super().__init__()
         attr = paddle.ParamAttr(learning_rate=0.5, regularizer=paddle.regularizer.L2Decay(0.1), trainable=trainable)
         self.inner = nn.Embedding(rows, WIDTH, weight_attr=attr)
+        self.again = nn.Embedding(rows, WIDTH)
+        self.again.weight = self.inner.weight  # tied in itself
         self.bias = self.create_parameter([WIDTH], is_bias=True)
 
     @property
@@ -66,7 +68,7 @@ def gradient(index: int, name: str, shape: Any, step: int) -> Any:
 
 
 TIES = {  # the same weights, by hand: first owner's name -> all owners
-    "0.inner.weight": ["0.inner.weight", "3.weight", "5.inner.weight"],
+    "0.inner.weight": ["0.inner.weight", "0.again.weight", "3.weight", "5.inner.weight", "5.again.weight"],
     "1.a": ["1.a", "4.a"],
     "1.b": ["1.b", "4.b"],
 }
@@ -91,14 +93,19 @@ def train(num_stages: int, num_chunks: int = 1, optimizer: str = "AdamW") -> dic
     theirs = make(RATE, parameters=list(plain.values()))
     worst = 0.0
     for step in range(STEPS):
-        for index, held in layer.named_layers():
-            for name, param in held.named_parameters():
-                if f"{index}.{name}" != "4.b" and not param.stop_gradient:  # one copy without a gradient counts as zero
-                    value = paddle.to_tensor(gradient(index, name, param.shape, step))
-                    (param * value).sum().backward()  # accumulates on one rank by itself
-        layer.shared.reduce_gradients()
+        passes = 1 + step % 2  # gradients may add up over several passes
+        for _ in range(passes):
+            layer.shared.begin_gradients()
+            for index, held in layer.named_layers():
+                for name, param in held.named_parameters():
+                    if f"{index}.{name}" == "4.b":
+                        continue  # one copy without a gradient counts as zero
+                    value = paddle.to_tensor(gradient(index, name, param.shape, step)) / passes
+                    turned = index in (0, 4) and param.ndim == 2  # gives a gradient that is not contiguous
+                    (param.t() * value.t() if turned else param * value).sum().backward()  # one rank accumulates
+            layer.shared.reduce_gradients()
         for first, names in TIES.items():
-            parts = [name.partition(".") for name in names if name != "4.b"]
+            parts = [name.partition(".") for name in names if name != "4.b" and "again" not in name]
             grads = [gradient(int(index), name, plain[first].shape, step) for index, _, name in parts]
             plain[first].grad = paddle.to_tensor(np.sum(grads, 0))
         for each in (ours, theirs):

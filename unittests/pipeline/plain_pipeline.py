@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, Callable, Optional
 
-import paddle
 from paddle import nn
 
 from paddle_group_sharded import LayerDesc, PipelineLayer, SharedLayerDesc
@@ -92,13 +92,7 @@ def accumulate(
     plain.train()
     total = 0.0
     for number, (x, y, size) in enumerate(parts(batch, count)):
-        before = None
-        if seeds is not None:
-            base, step, replica = seeds
-
-            def before(index: int, number: int = number) -> None:
-                seed_layer(base, step, replica, number, index)
-
+        before = None if seeds is None else functools.partial(seed_layer, *seeds, number)
         loss = loss_fn(plain(x, before), y) * (size / batch[1].shape[0])
         scale(loss / replicas).backward()
         total += float(loss.item())
@@ -110,7 +104,5 @@ def distance(plain: nn.Layer, model: Any) -> float:
     expected = plain.state_dict()
     found = model.state_dict()
     assert set(found) <= set(expected)
-    return max(
-        (float((value.astype("float64") - expected[name].astype("float64")).abs().max()) for name, value in found.items()),
-        default=0.0,
-    )
+    pairs = ((value.astype("float64"), expected[name].astype("float64")) for name, value in found.items())
+    return max((float((mine - theirs).abs().max().item()) for mine, theirs in pairs), default=0.0)

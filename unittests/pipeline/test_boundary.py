@@ -29,7 +29,7 @@ def trained(*shape: int, dtype: str = "float32") -> Any:
 def crossed(value: Any) -> tuple[Any, list[Any]]:
     """``value`` as another process would get it, and the tensors that were sent."""
     structure, tensors = pack(value, "stage 0")
-    copies = [tensor.detach().clone() for tensor in tensors]
+    copies = [tensor.detach().clone() if tensor.size else tensor.detach() for tensor in tensors]
     return unpack(pickle.loads(pickle.dumps(structure)), copies), tensors
 
 

@@ -33,7 +33,7 @@ RUNS = {
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_parity(ranks: Ranks, world_size: int, dropout: float) -> None:
     runs = RUNS[world_size] if dropout == 0.0 else RUNS[world_size][:6:2]
-    for rank, seen in enumerate(ranks(world_size).run(WORKER, "parity", world_size, runs, dropout, STEPS)):
+    for rank, seen in enumerate(ranks(world_size).run(WORKER, "parity", world_size, runs, dropout, STEPS, timeout=150)):
         report = seen.pop("report")
         assert "bubble planned" in report and len(report.splitlines()) == world_size + 2
         assert len(seen) == len(runs)

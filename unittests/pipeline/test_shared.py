@@ -12,7 +12,7 @@ from unittests.harness import Ranks
 WORKER = "unittests.pipeline.dygraph_shared"
 ROWS, WIDTH = 6, 4
 OWNERS = {  # by hand, from the list of layers
-    "0.inner.weight": ("0.inner.weight", "3.weight", "5.inner.weight"),
+    "0.inner.weight": ("0.inner.weight", "0.again.weight", "3.weight", "5.inner.weight", "5.again.weight"),
     "1.a": ("1.a", "4.a"),
     "1.b": ("1.b", "4.b"),
 }
@@ -45,7 +45,7 @@ def test_steps_equal_those_of_one_parameter(
         assert options["4.a"][1:] == (1.0, False, False)
         counted = [name for seen in replica for name in seen["counted"]]
         if num_stages == 3:
-            assert set(counted).isdisjoint({"3.weight", "5.inner.weight", "4.a", "4.b"})
+            assert set(counted).isdisjoint({"3.weight", "5.inner.weight", "5.again.weight", "4.a", "4.b"})
             assert by_rank[1]["firstly"]["3.weight"] is False and by_rank[0]["firstly"]["0.inner.weight"] is True
             assert by_rank[1]["keys"] == ("table",)
         for seen in replica:

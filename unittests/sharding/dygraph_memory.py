@@ -80,14 +80,22 @@ def peaks(level: str, widths: list[int], steps: int, **arguments: Any) -> dict[s
     return {"hidden": hidden, "wrap": wrapped, "train": peak_bytes() - before}
 
 
+class Wide(nn.Layer):
+    """A frozen parameter of another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = self.create_parameter([5], dtype="float64")
+        self.value.stop_gradient = True
+
+
 class Mixed(nn.Layer):
-    """Groups that interleave: every other layer is frozen, one parameter is of another dtype, one has no elements."""
+    """Groups that interleave: every other layer is frozen, one parameter is of another dtype."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.LayerList([nn.Linear(12, 12) for _ in range(4)])
-        self.wide = self.create_parameter([5], dtype="float64")
-        self.wide.stop_gradient = True
+        self.wide = Wide()
         for layer in self.layers[1::2]:
             for param in layer.parameters():
                 param.stop_gradient = True
@@ -96,7 +104,7 @@ class Mixed(nn.Layer):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = paddle.tanh(layer(x))
-        return self.last(x) + self.wide.sum().astype("float32")
+        return self.last(x) + self.wide.value.sum().astype("float32")
 
 
 def lazy_equals_eager(level: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import subprocess
@@ -447,3 +448,17 @@ def written_in_forward(way: str, frozen: bool, begin: int, exclude: bool) -> dic
             return {"step": number, "message": message}
         optimizer.clear_grad()
     return {"ratio": float((model.state_dict()["codes"].numpy() / start).mean())}
+
+
+def deep_copies(level: str) -> dict[str, Any]:
+    """Of the wrapped model, and of its layers while they are whole."""
+    fresh(0)
+    net = Net()
+    model, optimizer, _ = group_sharded_parallel(net, adam(net), level)
+    step(model, optimizer)
+    message = error_of(lambda: copy.deepcopy(model))
+    with model.gathered() as layer:
+        copied = copy.deepcopy(layer)
+    step(model, optimizer)
+    before = {name: value.numpy() for name, value in copied.state_dict().items()}
+    return {"message": message, "copied": before, "moved": model.state_dict()}

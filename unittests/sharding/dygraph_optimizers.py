@@ -51,6 +51,19 @@ class Factored(optim.Optimizer):
         paddle.assign(param - grad / scale * self.get_lr(), param)
 
 
+class Late(optim.Optimizer):
+    """A user's rule that makes its states in its first update, of which nothing tells before."""
+
+    def _append_optimize_op(self, block: Any, param_and_grad: Any) -> None:
+        param, grad = param_and_grad
+        self._add_accumulator("mean", param)
+        self._add_accumulator("norm", param, shape=[1])
+        mean, norm = self._get_accumulator("mean", param), self._get_accumulator("norm", param)
+        paddle.assign(mean * 0.5 + grad, mean)
+        paddle.assign(norm * 0.5 + paddle.linalg.norm(grad).reshape([1]), norm)
+        paddle.assign(param - mean / (norm + 1.0) * self.get_lr(), param)
+
+
 class Subclassed(optim.Adam):
     """A user's class that adds nothing."""
 
@@ -84,6 +97,7 @@ def builders() -> dict[str, Callable[[nn.Layer], Any]]:
         ),
         "ScaledSign": lambda net: ScaledSign(0.001, parameters=net.parameters()),
         "Factored": lambda net: Factored(0.001, parameters=net.parameters()),
+        "Late": lambda net: Late(0.01, parameters=net.parameters()),
         "Subclassed": lambda net: Subclassed(0.01, parameters=net.parameters()),
         "Adam multi tensor": lambda net: optim.Adam(0.01, parameters=net.parameters(), use_multi_tensor=True),
         "Momentum multi tensor": lambda net: optim.Momentum(
@@ -196,3 +210,31 @@ def refusals() -> dict[str, str]:
         except Exception as error:
             messages[name] = f"{type(error).__name__}: {error}"
     return messages
+
+
+def late_states_reloaded() -> dict[str, Any]:
+    """Three steps, then three more in a second pair of model and optimizer that takes over the states."""
+
+    def made() -> tuple[Any, Any]:
+        fresh(0)
+        net = nn.Linear(6, 5)
+        return group_sharded_parallel(net, Late(0.01, parameters=net.parameters()), "os_g")[:2]
+
+    def run(model: Any, optimizer: Any, first: int, last: int) -> None:
+        for number in range(first, last):
+            model(paddle.full([2, 6], number + 1.0)).square().mean().backward()
+            optimizer.step()
+            optimizer.clear_grad()
+
+    model, optimizer = made()
+    run(model, optimizer, 0, 6)
+    unbroken = {**model.state_dict(), **optimizer.state_dict()}
+    model, optimizer = made()
+    run(model, optimizer, 0, 3)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    states = {name: value.clone() for name, value in optimizer.state_dict().items()}
+    model, optimizer = made()
+    model.set_state_dict(weights)
+    optimizer.set_state_dict(states)
+    run(model, optimizer, 3, 6)
+    return {"unbroken": unbroken, "resumed": {**model.state_dict(), **optimizer.state_dict()}}

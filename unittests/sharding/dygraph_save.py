@@ -17,10 +17,17 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 from paddle import nn
+from paddle.distributed.fleet.utils import mix_precision_utils
 
-from paddle_group_sharded import GroupShardedError, group_sharded_parallel, save_group_sharded_model
+from paddle_group_sharded import (
+    GroupShardedError,
+    group_sharded_parallel,
+    load_group_sharded_model,
+    save_group_sharded_model,
+)
 from paddle_group_sharded.paddle_compat import allocated_bytes, create_accumulators
 from unittests.harness import fresh
+from unittests.sharding.dygraph_arguments import grid_groups
 from unittests.sharding.plain_paddle import batch, build, train
 
 LEVELS = ("os", "os_g", "p_g_os")
@@ -55,6 +62,13 @@ def differences(expected: Any, found: Any, at: str = "") -> list[str]:
         same = expected.dtype == found.dtype and expected.shape == found.shape
         return [] if same and expected.tobytes() == found.tobytes() else [f"{at}: other values"]
     return [] if expected == found else [f"{at}: {expected} {found}"]
+
+
+def arrays(state: Any) -> Any:
+    """A state with NumPy arrays for tensors."""
+    if isinstance(state, dict):
+        return {name: arrays(value) for name, value in state.items()}
+    return state.numpy() if isinstance(state, paddle.Tensor) else state
 
 
 def distance(expected: Any, found: Any) -> float:
@@ -309,3 +323,44 @@ def memory_of_a_save(folder: str) -> dict[str, float]:
         "arrays": python_peak / group,
         "after": (allocated_bytes() - before) / group,
     }
+
+
+def resumed_from_a_save(
+    folder: str, level: str, other: str, mixed: bool, rows: list[list[int]], columns: list[list[int]]
+) -> dict[str, list[str]]:
+    """Saved after three steps, read by plain ``paddle.load`` and loaded at ``other``; two more steps on both.
+
+    ``mixed``: through MixPrecisionLayer and MixPrecisionOptimizer.  ``rows`` shard, ``columns`` are replicas.
+    """
+    group, dp_group = grid_groups(rows, columns) if rows else (None, None)
+
+    def made(at: str) -> tuple[Any, Any]:
+        fresh(0)
+        layer: Any = LowPrecision() if mixed else nn.Sequential(nn.Linear(5, 40), nn.Tanh(), nn.Linear(40, 3))
+        optimizer: Any = paddle.optimizer.AdamW(0.1, parameters=layer.parameters(), multi_precision=mixed)
+        if mixed:
+            layer = mix_precision_utils.MixPrecisionLayer(layer, dtype="bfloat16")
+            optimizer = mix_precision_utils.MixPrecisionOptimizer(optimizer)
+        return group_sharded_parallel(layer, optimizer, at, group=group, dp_group=dp_group)[:2]
+
+    def run(model: Any, optimizer: Any, first: int, last: int) -> None:
+        for number in range(first, last):
+            x = np.random.RandomState(100 * number + dist.get_rank()).randn(4, 5).astype("float32")
+            model(paddle.to_tensor(x)).square().mean().backward()
+            optimizer.step()
+            optimizer.clear_grad()
+
+    model, optimizer = made(level)
+    run(model, optimizer, 0, 3)
+    save_group_sharded_model(model, folder, optimizer)
+    result = {
+        "model file": differences(arrays(dict(model.state_dict())), arrays(paddle.load(f"{folder}/model.pdmodel"))),
+        "optimizer file": differences(arrays(optimizer.state_dict()), arrays(paddle.load(f"{folder}/model.pdopt"))),
+    }
+    run(model, optimizer, 3, 5)
+    again, its_optimizer = made(other)
+    load_group_sharded_model(again, folder, its_optimizer)
+    run(again, its_optimizer, 3, 5)
+    result["weights"] = differences(arrays(dict(model.state_dict())), arrays(dict(again.state_dict())))
+    result["states"] = differences(arrays(optimizer.state_dict()), arrays(its_optimizer.state_dict()))
+    return result

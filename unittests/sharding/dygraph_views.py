@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 import paddle
+import paddle.distributed as dist
 from paddle import nn
 
-from paddle_group_sharded import group_sharded_parallel
+from paddle_group_sharded import group_sharded_parallel, unwrap
 from paddle_group_sharded.paddle_compat import allocated_bytes, has_memory
 from unittests.harness import fresh
 from unittests.sharding.dygraph_optimizers import Factored
@@ -265,3 +266,41 @@ def gathered(level: str) -> dict[str, Any]:
 
 
 __all__ = ["Net", "gathered", "grads", "masters", "states"]
+
+
+def unwrapped_between_backward_and_step(level: str, parts: tuple[str, ...]) -> dict[str, float]:
+    """The gradients that unwrap() leaves, and a step of the plain optimizer with them, beside hand-made averages."""
+    world_size = dist.get_world_size()
+
+    def passes(model: Any, rank: int) -> None:
+        for _ in parts:
+            x = paddle.to_tensor(np.random.RandomState(rank).randn(3, 4).astype("float32"))
+            (model(x) ** 2).mean().backward()
+
+    def made() -> tuple[Any, Any]:
+        fresh(0)
+        net = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
+        net.unused = net.create_parameter([3])
+        return net, paddle.optimizer.Momentum(0.1, parameters=net.parameters())
+
+    net, optimizer = made()
+    for rank in range(world_size):
+        passes(net, rank)
+    for param in net.parameters():
+        if param.grad is not None:
+            param.grad = param.grad / world_size
+    expected = [None if param.grad is None else param.grad.numpy() for param in net.parameters()]
+    optimizer.step()
+    layer, inner = made()
+    model, sharded, _ = group_sharded_parallel(layer, inner, level)
+    passes(model, dist.get_rank())
+    layer, inner = unwrap(model, sharded)
+    found = [None if param.grad is None else param.grad.numpy() for param in layer.parameters()]
+    inner.step()
+    return {
+        "none alike": [each is None for each in found] == [each is None for each in expected],
+        "grads": max(float(np.abs(a - b).max()) for a, b in zip(found, expected) if a is not None),
+        "weights": max(
+            float(np.abs(a.numpy() - b.numpy()).max()) for a, b in zip(layer.parameters(), net.parameters())
+        ),
+    }

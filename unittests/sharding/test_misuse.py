@@ -181,3 +181,11 @@ def test_a_parameter_written_in_its_layers_forward(ranks: Ranks, way: str, froze
     for result in pool.run(WORKER, "written_in_forward", way, frozen, 1, exclude=True):
         changed = 1 / 16 if way == "item" else 1.0
         assert abs(result["ratio"] - (1 - changed * (1 - 0.5**4))) < 1e-6
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_deep_copies(ranks: Ranks, level: str) -> None:
+    for found in ranks(2).run(WORKER, "deep_copies", level):
+        assert "UsageError: a model that has been through group_sharded_parallel cannot be copied" in found["message"]
+        assert set(found["copied"]) == set(found["moved"])
+        assert not (found["copied"]["first.weight"] == found["moved"]["first.weight"]).any()

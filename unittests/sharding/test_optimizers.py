@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from unittests.harness import Ranks
@@ -68,3 +69,10 @@ def test_refusals(ranks: Ranks) -> None:
         assert set(messages) == set(expected)
         for name, start in expected.items():
             assert messages[name].startswith(start), messages[name]
+
+
+def test_states_that_a_rule_makes_in_its_first_update(ranks: Ranks) -> None:
+    for found in ranks(2).run(WORKER, "late_states_reloaded"):
+        assert set(found["unbroken"]) == set(found["resumed"]) and len(found["unbroken"]) == 6
+        for name, value in found["unbroken"].items():
+            np.testing.assert_array_equal(found["resumed"][name], value, err_msg=name)

@@ -96,3 +96,15 @@ def test_memory_of_a_save(tmp_path: Path) -> None:
         assert abs(found["after"]) < 0.02
     assert other["most"] < 2.1 and other["arrays"] < 0.5
     assert writer["most"] + writer["arrays"] < 16 + 3.2  # two moments of eight groups
+
+
+@pytest.mark.parametrize(("level", "other"), [("os", "p_g_os"), ("p_g_os", "os_g")])
+@pytest.mark.parametrize("kind", ["mixed precision", "replicas", "four ranks"])
+def test_resumed_from_a_save(ranks: Ranks, tmp_path: Path, kind: str, level: str, other: str) -> None:
+    """Two ranks with Paddle's mixed precision wrappers, a grid of 2 x 2, and one group of 4: bits, on every rank."""
+    grid = {"rows": [[0, 1], [2, 3]], "columns": [[0, 2], [1, 3]]}
+    rows = grid if kind == "replicas" else {"rows": [], "columns": []}
+    mixed = kind == "mixed precision"
+    pool = ranks(2 if mixed else 4)
+    for found in pool.run(WORKER, "resumed_from_a_save", str(tmp_path), level, other, mixed, **rows, timeout=120):
+        assert found == {"model file": [], "optimizer file": [], "weights": [], "states": []}

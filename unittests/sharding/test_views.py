@@ -63,3 +63,10 @@ def test_gathered(ranks: Ranks, world_size: int, level: str) -> None:
         assert {name: value for name, value in left.items() if value > SLACK} == {}
         assert seen.pop("changed") == ["inner.weight", "tied.weight", "frozen.bias"]
         assert all(seen.values()), seen
+
+
+@pytest.mark.parametrize("level", ["os", "os_g", "p_g_os"])
+def test_unwrapped_between_backward_and_step(ranks: Ranks, level: str) -> None:
+    for parts in (("once",), ("once", "again")):
+        for found in ranks(2).run(WORKER, "unwrapped_between_backward_and_step", level, parts):
+            assert found["none alike"] and found["grads"] <= 1e-6 and found["weights"] <= 1e-6, found

@@ -121,6 +121,18 @@ def test_a_resumed_run_equals_an_unbroken_one(launched: Any, tmp_path: Path, ran
     assert_same(resumed, launched(ranks, level), "model.pdopt", tolerance=None)
 
 
+def test_a_pipeline_of_two_stages_saves_the_model_of_one_process(launched: Any, tmp_path: Path) -> None:
+    run = Run(tmp_path, 2, "--stages", "2", "--schedule", "zb_h1", *SMALL, *STEPS)
+    assert run.status == 0, run.output
+    weights, plain = run.file("model.pdmodel"), launched(1, "none").file("model.pdmodel")
+    assert {name: value.shape for name, value in weights.items()} == {name: v.shape for name, v in plain.items()}
+    assert run.number("step 8: validation loss") < run.number("step 0: validation loss")
+    assert run.number("unwrapped model, one process: validation loss") == pytest.approx(
+        run.number("step 8: validation loss"), abs=2e-4
+    )
+    assert "schedule zb_h1, last training step:" in run.output and "2 stages, 2 ranks, " in run.output
+
+
 def test_bfloat16_weights_train_in_two_thirds_of_the_memory(launched: Any, tmp_path: Path) -> None:
     run = Run(tmp_path, 2, "--level", "os_g", "--amp", "bf16", *SMALL, *STEPS)
     assert run.file("model.pdmodel")["norm.weight"].dtype == np.uint16  # the bits of bfloat16, as Paddle saves them

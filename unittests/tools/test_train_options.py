@@ -28,6 +28,11 @@ from train_options import STATE_FILE, parse
             ["--amp", "bf16", "--level", "none"],
             "--amp bf16: plain Paddle cannot step bfloat16 weights; expected ",
         ),
+        (["--stages", "3"], "--stages 3: expected a divisor of the 2 ranks of this launch"),
+        (["--stages", "2", "--level", "os"], "--level os: stages of a pipeline are not sharded; leave it out with"),
+        (["--stages", "2", "--amp", "bf16"], "--amp bf16: "),
+        (["--stages", "2", "--accumulate", "3"], "expected a multiple of 1 replicas x --accumulate 3; for example 9"),
+        (["--stages", "2", "--save-every", "3"], "--save-every 3: a pipeline saves at the end"),
         (["--resume", "/nowhere"], "--resume /nowhere: no readable train_gpt.json there"),
     ],
 )
@@ -51,6 +56,13 @@ def test_a_resumed_run_inherits_its_options_but_not_where_it_was_saved_or_stoppe
     options = parse(["--resume", folder], ranks=2)
     assert (options.width, options.lr, options.resume) == (32, 0.01, folder)
     assert (options.save, options.stop_at) == ("output/gpt", None)
+
+
+def test_a_pipeline_is_not_sharded_and_cannot_continue(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert [parse(arguments, ranks=2).level for arguments in ([], ["--stages", "2"])] == ["p_g_os", "none"]
+    with pytest.raises(SystemExit):
+        parse(["--resume", folder, "--stages", "2", "--level", "none"], ranks=2)
+    assert "--resume: a pipeline saves its weights only" in capsys.readouterr().err
 
 
 def test_a_resumed_run_may_change_level_and_rate_but_not_the_model(

@@ -1,0 +1,209 @@
+"""Step time of every schedule on two stages, beside what one process takes: the numbers of the README.
+
+    python tools/bench_pipeline.py                 both widths, a few minutes
+    python tools/bench_pipeline.py --width 512     one of them
+
+The *ideal* is (m + p - 1) / (m p) of the time that one process takes for the same micro-batches: no communication, and
+the bubble of 1F1B.  A schedule with a smaller bubble may go beyond 100 %.  One process and all schedules take turns,
+step by step, in the same two processes, so that whatever else the machine does hits all of them alike; while one
+process is timed the other one waits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from launching import launch
+
+STAGES = 2
+MICRO_BATCHES = 8
+BLOCKS = 6
+SEQ, SAMPLES = 64, 2  # of a micro-batch
+WARMUP = 2
+SCHEDULES = {"1f1b": 1, "zb_h1": 1, "gpipe": 1, "interleaved": 3}  # chunks of each
+
+
+# ------------------------------------------------------------------------------------------------------ on every rank
+
+
+def entries(width: int) -> list[Any]:
+    """Transformer blocks, all alike."""
+    import paddle
+    from paddle import nn
+
+    from paddle_group_sharded import LayerDesc
+
+    class Block(nn.Layer):  # type: ignore[misc]
+        """Attention and two dense layers, each added to its input: float [batch, seq, width] to the same shape."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+            self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+            self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+        def forward(self, x: Any) -> Any:
+            batch, seq, _ = x.shape
+            heads = self.qkv(self.norm1(x)).reshape([batch, seq, 3, 4, width // 4]).transpose([2, 0, 3, 1, 4])
+            query, key, value = heads.unbind(0)
+            scores = paddle.matmul(query, key, transpose_y=True) * (width // 4) ** -0.5
+            mixed = paddle.matmul(nn.functional.softmax(scores), value).transpose([0, 2, 1, 3])
+            x = x + self.out(mixed.reshape([batch, seq, width]))
+            return x + self.down(nn.functional.gelu(self.up(self.norm2(x)), approximate=True))
+
+    return [LayerDesc(Block) for _ in range(BLOCKS)]
+
+
+def measure(width: int, rounds: int) -> dict[str, Any]:
+    """Seconds of each step of one process and of every schedule, in turn, and the reports of the last ones."""
+    import paddle
+    from paddle import nn
+
+    from paddle_group_sharded import PipelineLayer, pipeline_parallel
+
+    def optimizer_of(layer: Any) -> Any:
+        return paddle.optimizer.SGD(1e-4, parameters=layer.parameters())
+
+    models = {}
+    for schedule, chunks in SCHEDULES.items():
+        layer = PipelineLayer(
+            entries(width), num_stages=STAGES, loss_fn=nn.MSELoss(), num_virtual_pipeline_stages=chunks, seed=0
+        )
+        models[schedule] = pipeline_parallel(layer, optimizer_of(layer), MICRO_BATCHES, schedule)
+    comm = layer.comm
+    whole = layer.to_sequential()
+    whole_optimizer = optimizer_of(whole)
+    x = paddle.randn([SAMPLES * MICRO_BATCHES, SEQ, width])
+    y = paddle.randn([SAMPLES * MICRO_BATCHES, SEQ, width])
+
+    def one_process() -> None:
+        if comm.rank > 0:
+            return
+        for start in range(0, len(x), SAMPLES):
+            loss = nn.functional.mse_loss(whole(x[start : start + SAMPLES]), y[start : start + SAMPLES])
+            (loss / MICRO_BATCHES).backward()
+        whole_optimizer.step()
+        whole_optimizer.clear_grad()
+
+    def of(schedule: str) -> Any:
+        model, optimizer = models[schedule]
+        return lambda: model.train_batch([x, y], optimizer)
+
+    jobs = {"one process": one_process, **{schedule: of(schedule) for schedule in SCHEDULES}}
+    seconds: dict[str, list[float]] = {name: [] for name in jobs}
+    bubbles: dict[str, list[float]] = {name: [] for name in SCHEDULES}
+    for turn in range(WARMUP + rounds):
+        for name, job in jobs.items():
+            comm.barrier(name)
+            started = time.perf_counter()
+            job()
+            if turn >= WARMUP:
+                seconds[name].append(time.perf_counter() - started)
+                if name in models:
+                    bubbles[name].append(float(models[name][0].gather_timeline().bubble_fraction))
+    facts = {}
+    for schedule, (model, _) in models.items():
+        planned, measured = model.planned_timeline, model.gather_timeline()
+        chunks = SCHEDULES[schedule]
+        facts[schedule] = {
+            "planned_bubble": float(planned.bubble_fraction),
+            "measured_bubble": statistics.median(bubbles[schedule]),
+            "live": [float(measured.peak_live(rank)) for rank in range(STAGES)],
+            "planned_live": [float(planned.peak_live(rank)) for rank in range(STAGES)],
+            "chunks": chunks,
+        }
+    return {"seconds": seconds, "facts": facts}
+
+
+def work(width: int, rounds: int, output: str) -> None:
+    """The body of one rank; rank 0 writes what it found."""
+    import paddle.distributed as dist
+
+    dist.init_parallel_env()
+    found = measure(width, rounds)
+    if dist.get_rank() == 0:
+        Path(output).write_text(json.dumps(found), encoding="utf-8")
+
+
+# --------------------------------------------------------------------------------------------------------- the parent
+
+
+def rows_of(width: int, found: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row for each schedule; times are medians, an efficiency is that of each turn's pair of times."""
+    one = found["seconds"]["one process"]
+    share = (MICRO_BATCHES + STAGES - 1) / (MICRO_BATCHES * STAGES)
+    rows = []
+    for schedule, facts in found["facts"].items():
+        taken = found["seconds"][schedule]
+        rows.append(
+            {
+                "width": width,
+                "schedule": schedule,
+                "one_process_ms": 1e3 * statistics.median(one),
+                "ideal_ms": 1e3 * share * statistics.median(one),
+                "step_ms": 1e3 * statistics.median(taken),
+                "efficiency": statistics.median(share * alone / each for alone, each in zip(one, taken)),
+                **facts,
+            }
+        )
+    return rows
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """The rows as a table."""
+    lines = [
+        "| width | schedule | one process | ideal | step | of the ideal | bubble planned | measured | live, by rank |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        live = ", ".join(f"{value:g}" for value in row["live"])
+        lines.append(
+            f"| {row['width']} | `{row['schedule']}` | {row['one_process_ms']:.0f} ms | {row['ideal_ms']:.0f} ms "
+            f"| {row['step_ms']:.0f} ms | {100 * row['efficiency']:.1f} % | {100 * row['planned_bubble']:.1f} % "
+            f"| {100 * row['measured_bubble']:.1f} % | {live} |"
+        )
+    return "\n".join(lines)
+
+
+def run(width: int, rounds: int) -> list[dict[str, Any]]:
+    """Launch, and summarize what rank 0 found; SystemExit with the end of its output if it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder, "found.json")
+        arguments = ["--task", "--width", str(width), "--rounds", str(rounds), "--output", str(output)]
+        status, text = launch(Path(__file__), *arguments, ranks=STAGES, log_dir=Path(folder))
+        if status:
+            sys.exit(f"bench_pipeline.py ended with status {status}: {text[-4000:]}")
+        return rows_of(width, json.loads(output.read_text(encoding="utf-8")))
+
+
+def main() -> None:
+    """Parse, then be the parent or a rank."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--width", type=int, nargs="*", default=[256, 512])
+    parser.add_argument("--rounds", type=int, default=15, help="steps of each that are timed")
+    parser.add_argument("--json", metavar="FILE", help="write the numbers there as well")
+    parser.add_argument("--task", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--output", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.task:
+        return work(options.width[0], options.rounds, options.output)
+    rows = [row for width in options.width for row in run(width, options.rounds)]
+    print(
+        f"{STAGES} stages, {MICRO_BATCHES} micro-batches of {SAMPLES} x {SEQ} tokens, {BLOCKS} blocks, fp32, "
+        f"{os.environ.get('OMP_NUM_THREADS', '1')} thread a rank; medians of {options.rounds} steps\n"
+    )
+    print(markdown(rows))
+    if options.json:
+        Path(options.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
