@@ -6,6 +6,7 @@ from .errors import CheckpointError, CommError, GroupShardedError, StateError, U
 from .pipeline.desc import LayerDesc, SharedLayerDesc
 from .pipeline.layer import PipelineLayer
 from .pipeline.parallel import PipelineParallel, pipeline_parallel
+from .plan import plan
 
 __version__ = "0.1.0"
 
@@ -26,6 +27,7 @@ __all__ = [
     "load_checkpoint",
     "load_group_sharded_model",
     "pipeline_parallel",
+    "plan",
     "save_checkpoint",
     "save_group_sharded_model",
     "unwrap",

@@ -11,13 +11,14 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
+from . import estimate
 from .checkpoint import cli as checkpoint
 from .errors import GroupShardedError
 from .pipeline import cli as pipeline
 
 __all__ = ["main"]
 
-_REGISTER: tuple[Callable[[Any], None], ...] = (checkpoint.register, pipeline.register)
+_REGISTER: tuple[Callable[[Any], None], ...] = (checkpoint.register, pipeline.register, estimate.register)
 
 
 def main(arguments: Optional[Sequence[str]] = None) -> int:

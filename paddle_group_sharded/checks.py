@@ -31,7 +31,7 @@ from .sharding.model import ShardedModel
 from .sharding.optimizer import ShardedOptimizer
 from .sharding.rules import unwrap_optimizer
 
-__all__ = ["check_together"]
+__all__ = ["check_together", "engine_config"]
 
 
 def check_together(
@@ -68,10 +68,11 @@ def _check(
         raise UsageError(f"scaler must be a paddle.amp.GradScaler or None, got {type(scaler).__name__}")
     _check_params(model, scaler)
     _check_optimizer(model, inner)
-    return inner, _config(parsed, arguments)
+    return inner, engine_config(parsed, arguments)
 
 
-def _config(level: Level, arguments: dict[str, Any]) -> EngineConfig:
+def engine_config(level: Level, arguments: dict[str, Any]) -> EngineConfig:
+    """What the arguments of ``group_sharded_parallel`` by these names say; :class:`UsageError` for wrong ones."""
     for name, least in (("buffer_max_size", 1), ("segment_size", 0)):
         value = arguments[name]
         if not isinstance(value, Integral) or isinstance(value, bool) or value < least:

@@ -17,7 +17,7 @@ from ..paddle_compat import element_size, has_memory, layer_params, share_memory
 from .blocks import block_of_layers
 from .buffers import BufferPool
 from .group import ParamGroup
-from .grouping import ParamInfo, group_params
+from .grouping import Group, ParamInfo, group_params
 from .hooks import Handles, install
 from .lazy import LazyValues
 from .level import Level
@@ -25,7 +25,7 @@ from .param import ShardedParam
 from .reduction import GradReducer
 from .residency import Residency
 
-__all__ = ["STATISTICS", "Engine", "EngineConfig", "is_sharded", "named_params"]
+__all__ = ["STATISTICS", "Engine", "EngineConfig", "is_sharded", "named_params", "plan_groups"]
 
 Layer = Any
 Tensor = Any
@@ -56,6 +56,32 @@ def named_params(layer: Layer) -> list[tuple[list[str], Layer, Tensor]]:
             full_name = f"{prefix}.{name}" if prefix else name
             found.setdefault(id(param), ([], owner, param))[0].append(full_name)
     return list(found.values())
+
+
+def plan_groups(root: Layer, optimized: set[int], config: EngineConfig, world_size: int) -> list[Group]:
+    """Which of :func:`named_params` of ``root`` share a group, by number; ``optimized``: see :class:`Engine`."""
+    blocks = block_of_layers(root)
+    whole = _whole_param_ids(root, config.whole_layers)
+    shard_params = config.level.placements.param and world_size > 1
+    infos = []
+    for _, owner, tensor in named_params(root):
+        sharded = shard_params and tensor.size > config.whole_numel and id(tensor) not in whole
+        kind = (str(tensor.dtype), str(tensor.place), tensor.stop_gradient, id(tensor) in optimized)
+        infos.append(ParamInfo(int(tensor.size), kind, blocks[id(owner)], sharded))
+    return group_params(infos, config.bucket_numel)
+
+
+def _whole_param_ids(root: Layer, chosen: tuple[Any, ...]) -> set[int]:
+    ids: set[int] = set()
+    for layer in root.sublayers(include_self=True):
+        if type(layer).__name__ in chosen or id(layer) in chosen:
+            ids.update(id(param) for param in layer.parameters())
+        ids.update(
+            id(param)
+            for name, param in layer_params(layer).items()
+            if param is not None and param.stop_gradient and name in STATISTICS
+        )
+    return ids
 
 
 def is_sharded(param: Tensor) -> bool:
@@ -97,18 +123,10 @@ class Engine:
 
     def _build_groups(self, names_root: Layer, optimized: set[int]) -> list[ParamGroup]:
         entries = named_params(names_root)
-        blocks = block_of_layers(names_root)
-        whole = self._whole_param_ids(names_root)
         placements = self.config.level.placements
-        shard_params = placements.param and self.comm.world_size > 1
-        infos = []
-        for _, owner, tensor in entries:
-            sharded = shard_params and tensor.size > self.config.whole_numel and id(tensor) not in whole
-            kind = (str(tensor.dtype), str(tensor.place), tensor.stop_gradient, id(tensor) in optimized)
-            infos.append(ParamInfo(int(tensor.size), kind, blocks[id(owner)], sharded))
         groups = []
         lazy = LazyValues(tensor for _, _, tensor in entries)
-        for plan in group_params(infos, self.config.bucket_numel):
+        for plan in plan_groups(names_root, optimized, self.config, self.comm.world_size):
             members = [(entries[index][0][0], entries[index][2]) for index in plan.members]
             for _, tensor in members:
                 lazy.fill(tensor)
@@ -124,19 +142,6 @@ class Engine:
             groups.append(group)
             self._pool.trim()  # never more than the model and one group
         return groups
-
-    def _whole_param_ids(self, root: Layer) -> set[int]:
-        chosen = self.config.whole_layers
-        ids: set[int] = set()
-        for layer in root.sublayers(include_self=True):
-            if type(layer).__name__ in chosen or id(layer) in chosen:
-                ids.update(id(param) for param in layer.parameters())
-            ids.update(
-                id(param)
-                for name, param in layer_params(layer).items()
-                if param is not None and param.stop_gradient and name in STATISTICS
-            )
-        return ids
 
     def _broadcast_buffers(self) -> None:
         for name, buffer in self.layer.named_buffers():

@@ -348,6 +348,7 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
             self._engine.comm.broadcast(view, self._owners[param], f"stepped {param.name}").wait()
         group.store_full()
         group.rewritten = False
+        group.release()  # else the whole model would be gathered at the end
 
     def unscale(self, scale: float) -> bool:
         """Divide the gradients by ``scale``; returns whether any rank found one that is not finite.  Collective."""
