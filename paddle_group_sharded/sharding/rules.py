@@ -36,7 +36,9 @@ def steps_pieces(optimizer: Optimizer) -> bool:
     tensors = (tensor for _, tensors, _ in param_groups(optimizer) for tensor in tensors)
     decays = [optimizer.regularization, *(getattr(tensor, "regularizer", None) for tensor in tensors)]
     own_rule = "_append_optimize_op" in vars(optimizer)  # put on the object by the user
-    return type(optimizer) in _ELEMENTWISE and not own_rule and all(decay is None or type(decay) in _DECAYS for decay in decays)
+    if type(optimizer) not in _ELEMENTWISE or own_rule:
+        return False
+    return all(decay is None or type(decay) in _DECAYS for decay in decays)
 
 
 def rounds_alike_everywhere(optimizer: Optimizer) -> bool:
