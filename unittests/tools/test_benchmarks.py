@@ -1,0 +1,64 @@
+"""The arithmetic of the benchmarks, from measurements that are made up; the measuring itself is not timed here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import bench_checkpoint
+import bench_scaling
+import bench_sharding
+import pytest
+
+
+def found() -> dict[str, Any]:
+    """Two turns of three steps: DataParallel takes 100 ms, then 200 ms; os takes 80 % of it, and 90 %."""
+    quarter = [[0.25 * total] * 4 for total in (0.1, 0.2, 0.08, 0.18, 0.04)]
+    return {
+        "parameters": 1000,
+        "phases": {"none": [quarter[:1] * 3, quarter[1:2] * 3], "os": [quarter[2:3] * 3, quarter[3:4] * 3],
+                   "bare": [quarter[4:] * 3] * 2},
+        "parts": {name: {"all": 0.08, "communication": 0.03, "waiting": 0.02, "copies": 0.01, "optimizer": 0.005}
+                  for name in ("none", "os")},
+        "all_reduce": 0.01,
+        "all_gather": 0.004,
+    }  # fmt: skip
+
+
+def test_rows_of_the_sharding_benchmark() -> None:
+    plain, sharded = bench_sharding.rows_of(found(), ranks=2)
+    assert (plain["ratio"], plain["total_ms"]) == (1.0, pytest.approx(150))
+    assert (sharded["ratio_min"], sharded["ratio"], sharded["ratio_max"]) == pytest.approx((0.8, 0.85, 0.9))
+    assert plain["floor_ms"] == pytest.approx(40 + 10)  # the bare step and an all-reduce
+    assert sharded["floor_ms"] == pytest.approx(30 + 5 + 10 + 4)  # half of the optimizer's 10 ms, and an all-gather
+    assert sharded["over_floor"] == pytest.approx(130 / 49 - 1)
+    assert sharded["other_ms"] == pytest.approx(80 - 20 - 20 - 10 - 5)  # 20: forward and backward of the bare model
+    text = bench_sharding.markdown([plain, sharded])
+    assert "| `os` | 130.0 ms | 0.85 (0.80 to 0.90) | 49.0 | +165 %" in text
+
+
+def test_lines_of_the_scaling_benchmark() -> None:
+    intercept, slope, straight = bench_scaling.fitted([100, 200, 400], [0.03, 0.05, 0.09])
+    assert (intercept, slope, straight) == pytest.approx((0.01, 0.0002, 1.0))
+    by_kind = {
+        "layers": [0.01 + 1e-4 * count for count in bench_scaling.LAYERS],
+        "parameters": [0.01 + 5e-9 * bench_scaling.parameters(width) for width in bench_scaling.WIDTHS],
+        "collectives": [3, 3, 3, 3],
+        "live": [10, 10, 10, 10],
+    }
+    text = bench_scaling.table({"os": by_kind})
+    assert "| `os` | 100 µs | 1.0000 | 5.00 ms | 1.0000 | 3, 3, 3, 3 | 10, 10, 10, 10 |" in text
+
+
+def test_the_picture_of_the_scaling_benchmark(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    by_kind = {"layers": [1.0, 2.0, 4.0, 8.0], "parameters": [1.0, 2.0, 3.0, 4.0]}
+    bench_scaling.draw({"os": by_kind, "os_g": by_kind}, str(tmp_path / "lines.svg"))
+    text = (tmp_path / "lines.svg").read_text(encoding="utf-8")
+    assert text.count('id="axes_') == 2 and text.count('id="line2d_') > 8
+
+
+def test_ratios_of_the_checkpoint_benchmark() -> None:
+    seconds = {"save": [2.0, 1.0, 4.0], "library save": [1.0] * 3, "load": [0.5] * 3, "library load": [1.0] * 3}
+    text = bench_checkpoint.table({"bytes": 300e6, "seconds": seconds})
+    assert "| save | 150 MB/s | 300 MB/s | 0.50 |" in text and "| load | 600 MB/s | 300 MB/s | 2.00 |" in text
