@@ -67,7 +67,7 @@ def _estimate(args: argparse.Namespace) -> str:
 def _formula(parameters: int, ranks: Sequence[int], optimizer: str, dtype: str) -> str:
     if optimizer not in _STATES:
         raise UsageError(
-            f"the states of {optimizer} are known from a model only: give module:factory, or one of "
+            f"the states of {optimizer} are known from a model only; give module:factory, or one of "
             f"{', '.join(_STATES)} as --optimizer"
         )
     itemsize = _ITEMSIZE[dtype]
@@ -136,7 +136,7 @@ def _find(name: str) -> Any:
     try:
         found = importlib.import_module(module)
     except ImportError as error:
-        raise UsageError(f"cannot import {module!r}: {error}") from error
+        raise UsageError(f"cannot import {module!r}, from the present folder either: {error}") from error
     factory = getattr(found, attribute, None)
     if not callable(factory):
         raise UsageError(f"module {module!r} has no function {attribute!r}")

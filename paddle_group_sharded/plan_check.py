@@ -87,7 +87,8 @@ def measured_step(
         )
     engine = model._engine
     if engine.dp_comm.world_size != dp_size:
-        raise UsageError(f"the plan is for dp_size={dp_size}, but the model has {engine.dp_comm.world_size} replicas")
+        replicas = engine.dp_comm.world_size
+        raise UsageError(f"expected a model with the dp_size={dp_size} of the plan, got {replicas} replicas")
     level = engine.config.level.value
     row = row_of(level, engine.comm.world_size)
     check = PlanCheck(f"{level} on {row.world_size} ranks, rank {engine.comm.ranks[engine.comm.rank]}")

@@ -20,6 +20,7 @@ import paddle
 import paddle.distributed as dist
 import paddle.nn.functional as F
 from digits import Digits, load_digits
+from help_format import HelpFormatter
 from paddle import nn
 from paddle.distributed import fleet
 
@@ -162,7 +163,7 @@ def parse(arguments: Sequence[str]) -> Any:
     """The options; ends the process with one line on what is wrong."""
     parser = argparse.ArgumentParser(
         description="Trains AlexNet as a pipeline on real images of digits.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     add = parser.add_argument
     add("--stages", type=int, help="ranks of a pipeline; others are replicas (default: all ranks)")
@@ -192,7 +193,9 @@ def main() -> None:
     options.stages = options.stages or dist.get_world_size()
     try:
         run(options)
-    except (ImportError, UsageError) as error:
+    except ImportError as error:
+        sys.exit(f"{Path(__file__).name}: error: {error}; the images and pictures need pip install '.[plot]'")
+    except UsageError as error:
         sys.exit(f"{Path(__file__).name}: error: {error}")
 
 

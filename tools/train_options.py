@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Optional
 
+from help_format import HelpFormatter
 from zero_formula import LEVELS
 
 __all__ = ["STATE_FILE", "parse", "read_state"]
@@ -38,8 +39,18 @@ def parse(arguments: Optional[Sequence[str]], ranks: int) -> argparse.Namespace:
             parser.error(f"{_flag(name)} {getattr(options, name)}: the run in {resume} has {saved[name]}; leave it out")
     if options.level is None:
         options.level = "p_g_os" if options.stages == 1 else "none"
+    if options.accumulate is None:
+        options.accumulate = _micro_batches(options, ranks)
     _check(parser, options, ranks)
     return options
+
+
+def _micro_batches(options: argparse.Namespace, ranks: int) -> int:
+    """1, or for a pipeline the largest number up to twice its stages that divides the batch of a replica."""
+    if options.stages < 2:
+        return 1
+    windows = max(1, options.batch // max(1, ranks // options.stages))
+    return next(count for count in range(2 * options.stages, 0, -1) if windows % count == 0)
 
 
 def read_state(folder: str) -> dict[str, Any]:
@@ -87,7 +98,10 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace, ranks: 
 
 def _check_pipeline(parser: argparse.ArgumentParser, options: argparse.Namespace, ranks: int) -> None:
     if ranks % options.stages:
-        parser.error(f"--stages {options.stages}: expected a divisor of the {ranks} ranks of this launch")
+        parser.error(
+            f"--stages {options.stages}: expected a divisor of the {ranks} ranks of this launch; fleetrun "
+            "--nproc_per_node starts more"
+        )
     if options.level != "none":
         parser.error(f"--level {options.level}: stages of a pipeline are not sharded; leave it out with --stages")
     if options.amp != "none":
@@ -106,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Trains a byte-level GPT on real text, in one process or under fleetrun, at any sharding level.",
         epilog="--amp bf16 keeps weights and gradients in bfloat16 and steps float32 masters, on CPU too.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     add = parser.add_argument
     add("--level", choices=LEVELS, help="what is sharded; none: paddle.DataParallel; without it p_g_os, if one stage")
@@ -119,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seq", type=int, default=64, help="bytes in a window")
     add("--batch", type=int, default=8, help="windows in a step, over all ranks and micro-batches")
     add("--steps", type=int, default=800, help="optimizer steps")
-    add("--accumulate", type=int, default=1, help="micro-batches in a step; of a pipeline at least twice its stages")
+    add("--accumulate", type=int, help="micro-batches in a step (default: 1, of a pipeline twice its stages)")
     add("--amp", choices=AMP, default="none", help="O1, O2: auto_cast, on accelerators only; bf16: see below")
     add("--amp-dtype", choices=("bfloat16", "float16"), default="bfloat16", help="float16 adds a GradScaler")
     add("--dropout", type=float, default=0.0, help="chance that a feature is dropped")

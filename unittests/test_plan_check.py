@@ -49,5 +49,5 @@ def test_refusals(ranks: Ranks) -> None:
     for messages in ranks(2).run(WORKER, "refused"):
         assert messages["plain"].startswith("check() takes the model and the optimizer that group_sharded_parallel")
         assert messages["level"] == "the plan has no row for level 'os' on 2 ranks, only for 'p_g_os' on 2"
-        assert messages["replicas"] == "the plan is for dp_size=3, but the model has 1 replicas"
+        assert messages["replicas"] == "expected a model with the dp_size=3 of the plan, got 1 replicas"
         assert messages["wrapped"].startswith("expected the plain model and optimizer, got wrapped ones")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from ..errors import UsageError
-from .compare import compare
+from .compare import Differs, compare
 from .contents import Contents
 from .describe import describe, size_text
 from .manifest import MANIFEST_FILE, Manifest
@@ -44,7 +44,7 @@ def _register_reading(actions: Any) -> None:
     verify.set_defaults(run=_verify)
     diff = actions.add_parser("diff", help="say where two checkpoints differ, whatever their formats")
     diff.add_argument("first", type=Path, help=_ANY)
-    diff.add_argument("second", type=Path)
+    diff.add_argument("second", type=Path, help="as the first; the exit status is 1 if they differ")
     diff.add_argument("--weights", action="store_true", help="compare the model only")
     diff.set_defaults(run=_diff)
 
@@ -88,7 +88,8 @@ def _count_files(path: Path) -> int:
 def _verify(args: argparse.Namespace) -> str:
     manifest = _check(args.path)
     size = sum(info.size for info in manifest.files.values())
-    return f"{args.path}: {len(manifest.tensors)} tensors in {len(manifest.files)} files, {size_text(size)}: all right"
+    files = _files(len(manifest.files))
+    return f"{args.path}: {len(manifest.tensors)} tensors in {files}, {size_text(size)}: all right"
 
 
 def _check(folder: Path) -> Manifest:
@@ -115,7 +116,8 @@ def _diff(args: argparse.Namespace) -> str:
     if not found:
         return f"equal: the {what} of {args.first} and {args.second} have the same bits"
     lines = [f"{difference.name} {difference.text}" for difference in found]
-    return "\n".join([f"the {what} differ in {len(found)} tensors; the first is {lines[0]}", *lines[1:]])
+    count = f"{len(found)} tensor{'s' if len(found) > 1 else ''}"
+    return Differs("\n".join([f"the {what} differ in {count}; the first: {lines[0]}", *lines[1:]]))
 
 
 def _merge(args: argparse.Namespace) -> str:
@@ -136,7 +138,7 @@ def _write_checkpoint(contents: Contents, folder: Path, files: int) -> str:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} exists already; give the name of a new or empty folder")
     write_checkpoint_folder(contents, folder.absolute(), files)
-    return f"{folder}: {len(contents.tensors)} tensors in {len(read_manifest(folder).files)} files"
+    return f"{folder}: {len(contents.tensors)} tensors in {_files(len(read_manifest(folder).files))}"
 
 
 def _convert(args: argparse.Namespace) -> str:
@@ -148,6 +150,10 @@ def _convert(args: argparse.Namespace) -> str:
         else:
             names = write_safetensors(contents, args.output, args.max_size)
     return f"{args.output}: {', '.join(names)}"
+
+
+def _files(count: int) -> str:
+    return f"{count} file{'' if count == 1 else 's'}"
 
 
 def _size(text: str) -> int:

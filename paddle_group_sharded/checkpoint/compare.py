@@ -9,7 +9,7 @@ import numpy as np
 from .contents import Contents, LazyTensor
 from .manifest import Key, key_text
 
-__all__ = ["Difference", "compare"]
+__all__ = ["Difference", "Differs", "compare"]
 
 _CHUNK = 1 << 20  # elements
 
@@ -19,6 +19,10 @@ class Difference(NamedTuple):
 
     name: str
     text: str  # what differs, for people
+
+
+class Differs(str):
+    """A text that tells of a difference; the command that prints it ends with status 1."""
 
 
 def compare(left: Contents, right: Contents, kinds: tuple[str, ...]) -> list[Difference]:

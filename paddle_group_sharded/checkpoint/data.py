@@ -47,8 +47,8 @@ def pack(value: Any, arrays: dict[str, Any], where: str = "extra") -> Any:
             return dict(pairs)
         return {"$dict": pairs}
     raise UsageError(
-        f"{where} is a {type(value).__name__}, which a checkpoint cannot hold; expected numbers, texts, None, tensors, "
-        "arrays, and lists, tuples and dicts of those"
+        f"{where} is of type {type(value).__name__}, which a checkpoint cannot hold; expected numbers, texts, None, "
+        "tensors, arrays, and lists, tuples and dicts of those"
     )
 
 

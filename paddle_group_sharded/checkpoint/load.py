@@ -193,7 +193,7 @@ def _check_data(job: _Load, data: Any, optimizer: Optional[Any], extras: Extras,
             if lacking:
                 raise CheckpointError(
                     f"{job.folder} has the state of another {name} than {type(scheduler).__name__}, which keeps "
-                    f"{', '.join(lacking)} too"
+                    f"{', '.join(lacking)} too; give the scheduler that was saved"
                 )
     if missing and strict:
         raise CheckpointError(f"{job.folder} does not fit; missing: {', '.join(missing)}")

@@ -136,7 +136,7 @@ def _add_optimizer(contents: Contents, by_parameter: Mapping[str, str], path: Pa
 
 def _in_memory(value: Any, what: str) -> LazyTensor:
     if not isinstance(value, (paddle.Tensor, np.ndarray)):
-        raise CheckpointError(f"{what} is a {type(value).__name__}, expected a tensor")
+        raise CheckpointError(f"{what} is of type {type(value).__name__}, expected a tensor")
     array = value.numpy() if isinstance(value, paddle.Tensor) else value
     dtype = dtype_name(array.dtype, what)
     flat = np.ascontiguousarray(array).reshape(-1)

@@ -130,8 +130,9 @@ class Gate:
             )
         if message == _CLOSED:
             return message, (
-                f"{self._names([rank])} has closed its communicator while the others wait for it at {request}; close "
-                "it after the last operation"
+                f"{self._names([rank])} has closed its communicator while the others wait for it at {request}: its "
+                "program has ended, or dropped the model; look for a call that only some ranks reach (under `if rank "
+                "== 0:`, after an early return or an exception)"
             )
         return message, message[1:].decode() if message[:1] == _FAILURE else None
 

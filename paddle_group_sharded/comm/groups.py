@@ -97,7 +97,8 @@ def _opened(host: str, port: int, serve: bool, attempts: int) -> Any:
         if attempts > 1:
             return _opened(host, port, serve, attempts - 1)
         raise CommError(
-            f"expected the key-value store at {host}:{port} to open in {_OPEN_SECONDS} s; start the program again"
+            f"expected the key-value store of group rank 0 at {host}:{port} to open in {_OPEN_SECONDS} s; start the "
+            "program again"
         ) from None
     if isinstance(store, Exception):
         raise store

@@ -182,8 +182,8 @@ class Engine:
         try:
             if loss_index is not None and not 0 <= loss_index < len(self._layer.loss_fns):
                 raise UsageError(
-                    f"loss_fn_idx is {loss_index}, but the PipelineLayer has {len(self._layer.loss_fns)} loss "
-                    f"functions; pass loss_fn=... to it"
+                    f"expected a loss function number {loss_index}, but the PipelineLayer has "
+                    f"{len(self._layer.loss_fns)}; pass loss_fn to PipelineLayer (one, or a list of them)"
                 )
             needs_labels = loss_index is not None and self._holds_last
             batch = cut(data, count, self._holds_first, needs_labels, fewer=not training)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any, Optional, Union
 
@@ -53,6 +54,12 @@ class PipelineParallel(ParallelMembers, nn.Layer):  # type: ignore[misc]
                 f"a list of layers: PipelineLayer([LayerDesc(...), ...], num_stages=..., loss_fn=...)"
             )
         settings = Settings.of(layers.grid, hcg, strategy, micro_batches, schedule)
+        if settings.schedule == "interleaved" and len(layers.chunks) == 1:
+            warnings.warn(
+                "schedule 'interleaved' with one chunk per rank is 1f1b; give PipelineLayer "
+                "num_virtual_pipeline_stages=2 or more",
+                stacklevel=2,
+            )
         self._layers = layers
         self.accumulate_steps = settings.micro_batches
         self.micro_batch_size = settings.micro_batch_size

@@ -27,7 +27,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
     def call(*words: object, status: int = 0) -> str:
         assert main(["checkpoint", *map(str, words)]) == status
         out = capsys.readouterr()
-        return (out.err if status else out.out).rstrip("\n")
+        return (out.err if status == 2 else out.out).rstrip("\n")
 
     return call
 
@@ -78,12 +78,12 @@ def test_verify_finds_every_kind_of_damage(run: Run, saved: Path, tmp_path: Path
 def test_diff_names_the_first_difference(run: Run, saved: Path) -> None:
     same = run("diff", saved / "rich", saved / "rich_whole")
     assert same.startswith("equal: the weights and optimizer states of ")
-    lines = run("diff", saved / "rich", saved / "rich_later").splitlines()
+    lines = run("diff", saved / "rich", saved / "rich_later", status=1).splitlines()
     assert lines[0].startswith(
-        "the weights and optimizer states differ in 42 tensors; the first is scale differs in 1 of 1 elements, by 0.0"
+        "the weights and optimizer states differ in 42 tensors; the first: scale differs in 1 of 1 elements, by 0.0"
     )
     assert any(line.startswith("optimizer/embedding.weight/moment1 differs in 77 of 77") for line in lines)
-    lines = run("diff", saved / "rich", saved / "half", "--weights").splitlines()
+    lines = run("diff", saved / "rich", saved / "half", "--weights", status=1).splitlines()
     assert "scale is in the first only" in lines[0]
     assert "embedding.weight has dtype float32 and bfloat16" in lines
     assert "middle.weight is in the second only" in lines
@@ -95,8 +95,8 @@ def test_diff_tells_by_how_much(run: Run, tmp_path: Path) -> None:
     other["a"][1, 2], other["a"][0, 1] = -2.5, 0.125
     save_file(one, tmp_path / "one.safetensors")
     save_file(other, tmp_path / "other.safetensors")
-    lines = run("diff", tmp_path / "one.safetensors", tmp_path / "other.safetensors").splitlines()
-    assert sorted(line.partition("first is ")[2] or line for line in lines) == [
+    lines = run("diff", tmp_path / "one.safetensors", tmp_path / "other.safetensors", status=1).splitlines()
+    assert sorted(line.partition("first: ")[2] or line for line in lines) == [
         "a differs in 2 of 6 elements, by 2.5 at most, first at [0, 1]",
         "c has shape [2] and [3]",
     ]
@@ -211,3 +211,13 @@ def test_the_reader_of_the_documentation(ranks: Ranks, saved: Path) -> None:
         found = space["read"](saved / "rich", name)
         assert found.shape == expected[f"model {name}"].shape
         assert found.tobytes() == expected[f"model {name}"].tobytes()
+
+
+def test_what_the_system_refuses_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for words in (
+        ["schedule", str(tmp_path / "nofile.txt"), "--stages", "2", "--micro-batches", "4"],
+        ["schedule", "1f1b", "--stages", "2", "--micro-batches", "4", "--output", str(tmp_path / "no" / "x.svg")],
+    ):
+        assert main(words) == 2
+        path = words[1] if words[1] != "1f1b" else words[-1]
+        assert capsys.readouterr().err == f"error: {path}: No such file or directory\n"
