@@ -38,7 +38,13 @@ def compare(left: Contents, right: Contents, kinds: tuple[str, ...]) -> list[Dif
         text = _difference(tensor, other)
         if text:
             found.append(Difference(key_text(key), text))
-    found += [Difference(key_text(key), "is in the second only") for key in theirs if _find(ours, left, key) is None]
+    for key, tensor in theirs.items():
+        if key in ours:
+            continue
+        other = _find(ours, left, key)  # tied there, and here a tensor of its own, perhaps with other values
+        text = "is in the second only" if other is None else _difference(other, tensor)
+        if text:
+            found.append(Difference(key_text(key), text))
     return found
 
 

@@ -14,7 +14,9 @@ from .manifest import Key, Manifest, TensorEntry, overlaps
 from .read import read_manifest
 from .tensor_file import TensorFiles
 
-__all__ = ["Contents", "LazyTensor", "open_checkpoint"]
+__all__ = ["Contents", "LazyTensor", "open_checkpoint", "same_bytes"]
+
+_CHUNK = 1 << 20  # elements that are compared at a time
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,14 @@ class LazyTensor:
     def whole(self) -> Any:
         """All of it, in its shape; bfloat16 as its bits."""
         return self.read(0, self.numel).reshape(self.shape)
+
+
+def same_bytes(one: LazyTensor, other: LazyTensor) -> bool:
+    """Whether both are the same tensor: element type, shape and every byte."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    bounds = ((start, min(start + _CHUNK, one.numel)) for start in range(0, one.numel, _CHUNK))
+    return all(np.array_equal(one.read(*part).view(np.uint8), other.read(*part).view(np.uint8)) for part in bounds)
 
 
 @dataclass

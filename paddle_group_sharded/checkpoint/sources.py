@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from ..errors import CheckpointError
 from ..model_files import MODEL_FILE, NAME_TABLE, OPTIMIZER_FILE
 from ..paddle_files import read_file
 from ..sharding.matching import MASTER_SUFFIX, split_key
-from .contents import Contents, LazyTensor, open_checkpoint
+from .contents import Contents, LazyTensor, open_checkpoint, same_bytes
 from .data import pack
 from .dtypes import dtype_name, numpy_dtype
 from .manifest import MANIFEST_FILE, Key
@@ -97,21 +97,26 @@ def _open_paddle(model_path: Path, optimizer_path: Path) -> Contents:
     entries = read_file(str(model_path)).entries
     parameter_names: dict[str, str] = entries.pop(NAME_TABLE, {})
     contents = Contents("paddle", {}, parameter_names=parameter_names)
-    by_parameter: dict[str, str] = {}  # Paddle's automatic name -> first structured name
+    firsts: dict[str, list[str]] = {}  # Paddle's automatic name -> structured names of the tensors that have it
     for name, value in entries.items():
-        automatic = parameter_names.get(name, name)
-        first = by_parameter.setdefault(automatic, name)
-        if first == name:
-            contents.tensors["model", name] = _in_memory(value, f"{model_path}: {name}")
-        else:  # a tied weight, which Paddle writes under each of its names
+        tensor = _in_memory(value, f"{model_path}: {name}")
+        known = firsts.setdefault(parameter_names.get(name, name), [])
+        # A tied weight, which Paddle writes under each of its names.  An equal automatic name alone tells nothing: two
+        # files of two processes may have been merged.
+        first = next((other for other in known if same_bytes(contents.tensors["model", other], tensor)), None)
+        if first is None:
+            contents.tensors["model", name] = tensor
+            known.append(name)
+        else:
             contents.aliases[name] = first
-    contents.parameter_names = {first: automatic for automatic, first in by_parameter.items()}
+    contents.parameter_names = {name: automatic for automatic, names in firsts.items() for name in names}
     if optimizer_path.is_file():
-        _add_optimizer(contents, by_parameter, optimizer_path)
+        _add_optimizer(contents, firsts, optimizer_path)
     return contents
 
 
-def _add_optimizer(contents: Contents, by_parameter: Mapping[str, str], path: Path) -> None:
+def _add_optimizer(contents: Contents, firsts: Mapping[str, Sequence[str]], path: Path) -> None:
+    by_parameter = {automatic: names[0] for automatic, names in firsts.items()}
     state = read_file(str(path)).entries
     state.pop(NAME_TABLE, None)
     masters = state.pop("master_weights", None) or {}
@@ -123,6 +128,7 @@ def _add_optimizer(contents: Contents, by_parameter: Mapping[str, str], path: Pa
         parts = split_key(key, by_parameter)
         if parts is None:
             raise CheckpointError(f"{path}: {key!r} belongs to no parameter of the model beside it")
+        _check_one_owner(firsts[parts[0]], f"{path}: {key!r}")
         rest = parts[1][len(MASTER_SUFFIX) :] if parts[1].startswith(MASTER_SUFFIX) else parts[1]
         stem, _, number = rest[1:].rpartition("_")  # the number counts optimizers of the process
         place = ("optimizer", by_parameter[parts[0]], stem if number.isdigit() else rest[1:])
@@ -131,7 +137,16 @@ def _add_optimizer(contents: Contents, by_parameter: Mapping[str, str], path: Pa
         name = key[: -len(MASTER_SUFFIX)] if key.endswith(MASTER_SUFFIX) else key
         if name not in by_parameter:
             raise CheckpointError(f"{path}: the master weight {key!r} belongs to no parameter of the model beside it")
+        _check_one_owner(firsts[name], f"{path}: the master weight {key!r}")
         contents.tensors["optimizer", by_parameter[name], MASTER] = _in_memory(value, f"{path}: {key}")
+
+
+def _check_one_owner(names: Sequence[str], what: str) -> None:
+    if len(names) > 1:
+        raise CheckpointError(
+            f"{what} may belong to any of {', '.join(names)}, whose values differ and which all have this automatic "
+            "name; convert the model's file without the optimizer's beside it"
+        )
 
 
 def _in_memory(value: Any, what: str) -> LazyTensor:

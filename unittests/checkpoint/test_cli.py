@@ -130,6 +130,32 @@ def test_plain_files(run: Run, ranks: Ranks, saved: Path, tmp_path: Path) -> Non
     assert "equal" in run("diff", saved / "plain.pdparams", tmp_path / "again")
 
 
+def test_equal_automatic_names_are_no_ties(run: Run, tmp_path: Path) -> None:
+    """Entries of two files, merged into one: only those that have the same bytes are one tensor."""
+    automatic = {"a.w": "linear_0.w_0", "b.w": "linear_0.w_0", "c.w": "linear_0.w_0", "d.w": "linear_0.w_0"}
+    values = {"a.w": np.array([1.0, -0.0], "float32"), "b.w": np.array([1.0, 0.0], "float32")}
+    values.update({"c.w": values["b.w"].copy(), "d.w": values["a.w"].astype("float64")})
+    merged = tmp_path / "merged.pdparams"
+    merged.write_bytes(pickle.dumps({**values, "StructuredToParameterName@@": automatic}, protocol=2))
+    for kind in ("checkpoint", "paddle", "safetensors"):
+        run("convert", merged, tmp_path / kind, "--to", kind)
+        assert "equal" in run("diff", merged, tmp_path / kind)
+    assert "b.w = c.w" in run("inspect", tmp_path / "checkpoint")
+    found = load_file(tmp_path / "safetensors" / "model.safetensors")
+    assert {name: (str(array.dtype), array.tobytes()) for name, array in found.items()} == {
+        name: (str(array.dtype), array.tobytes()) for name, array in values.items() if name in found
+    }
+    assert {"a.w", "b.w", "d.w"} <= set(found)
+    # Whichever side has the tie, the other one's values count.
+    save_file({**values, "c.w": values["b.w"] + 1}, tmp_path / "untied.safetensors")
+    sides = (tmp_path / "checkpoint", tmp_path / "untied.safetensors")
+    for first, second in (sides, sides[::-1]):
+        assert "c.w differs in 2 of 2 elements, by 1 at most" in run("diff", first, second, status=1)
+    merged.with_suffix(".pdopt").write_bytes(pickle.dumps({"linear_0.w_0_moment1_0": values["a.w"]}, protocol=2))
+    message = run("convert", merged, tmp_path / "none", "--to", "checkpoint", status=2)
+    assert "'linear_0.w_0_moment1_0' may belong to any of a.w, b.w, d.w, whose values differ" in message
+
+
 def test_safetensors_of_hugging_face(run: Run, saved: Path, tmp_path: Path) -> None:
     """Read by the library itself; several files with an index, and back."""
     out = run("convert", saved / "rich", tmp_path / "hf", "--to", "safetensors", "--max-size", "500")
