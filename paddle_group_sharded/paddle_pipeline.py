@@ -14,6 +14,7 @@ __all__ = [
     "auto_casts",
     "clip_of",
     "conv_options",
+    "has_forward_hooks",
     "step_with_scaler",
     "unscale_grads",
     "update_scale",
@@ -49,6 +50,11 @@ def _is_number_of_zeros(padding: Any) -> bool:
     if isinstance(padding, (list, tuple)):
         return all(isinstance(each, int) for each in padding)
     return isinstance(padding, int)
+
+
+def has_forward_hooks(layer: Any) -> bool:
+    """Whether anything runs before or after the forward of ``layer``."""
+    return bool(layer._forward_pre_hooks or layer._forward_post_hooks)
 
 
 def clip_of(clip: Any) -> Any:

@@ -6,7 +6,8 @@ While :class:`WeightGrads` is installed, each dense or convolution layer runs as
     weight -> [weight half] -> y        kept aside with dy; its own backward adds to ``weight.grad``, now or later
 
 The weight half is Paddle's own graph of the layer's own forward, so its gradients, hooks, casts and accumulation are
-Paddle's.  All other layers, and layers with a forward of their own, compute all gradients at once.
+Paddle's.  All other layers compute all gradients at once; so do layers with a forward of their own, be it of their class
+or of one object, and layers whose weight is made anew for each call, such as by ``spectral_norm``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import paddle.nn.functional as F
 from paddle import nn
 from paddle.autograd import PyLayer
 
-from ..paddle_pipeline import auto_casts, conv_options
+from ..paddle_pipeline import auto_casts, conv_options, has_forward_hooks
 
 __all__ = ["Pending", "WeightGrads"]
 
@@ -28,7 +29,8 @@ Tensor = Any
 
 _NOTHING = contextlib.nullcontext()
 
-InputGrad = Callable[[Any, Tensor, list[int]], Tensor]  # (layer, gradient of the output, shape of the input)
+# (layer, its weight at the call, gradient of the output, shape of the input)
+InputGrad = Callable[[Any, Tensor, Tensor, list[int]], Tensor]
 
 
 class Pending:
@@ -65,12 +67,13 @@ class WeightGrads:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Let the layers run as two halves within the block."""
-        for layer in self._layers:
+        ours = [layer for layer in self._layers if "forward" not in vars(layer)]  # a user may replace that of one object
+        for layer in ours:
             layer.forward = self._halved(layer, layer.forward)
         try:
             yield
         finally:
-            for layer in self._layers:
+            for layer in ours:
                 del layer.forward  # the one of its class shows again
 
     @contextlib.contextmanager
@@ -90,12 +93,10 @@ class WeightGrads:
             paddle.autograd.backward([output], [grad])
 
     def _halved(self, layer: nn.Layer, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        params = layer.parameters(include_sublayers=False)
         halves = _Layer(layer, forward, _input_grad(layer), self.take)
 
         def run(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            frozen = all(param.stop_gradient for param in params)
-            if args or kwargs or frozen or not paddle.is_grad_enabled():
+            if args or kwargs or not paddle.is_grad_enabled() or not _waits(layer):
                 return forward(x, *args, **kwargs)
             return _Halves.apply(halves, self._asks, x)
 
@@ -116,7 +117,7 @@ class _Halves(PyLayer):  # type: ignore[misc]
     def forward(ctx: Any, halves: _Layer, asks: Tensor, x: Tensor) -> Tensor:
         with paddle.enable_grad():
             output = halves.forward(x.detach())
-        ctx.halves, ctx.output = halves, output
+        ctx.halves, ctx.output, ctx.weight = halves, output, halves.layer.weight
         ctx.form = None if x.stop_gradient else (list(x.shape), x.dtype)
         return output.detach()
 
@@ -129,7 +130,7 @@ class _Halves(PyLayer):  # type: ignore[misc]
             return None, None
         shape, dtype = ctx.form
         with paddle.amp.auto_cast(enable=False) if auto_casts() else _NOTHING:  # in the dtype of the layer's output
-            input_grad = halves.input_grad(halves.layer, grad, shape)
+            input_grad = halves.input_grad(halves.layer, ctx.weight, grad, shape)
         return None, input_grad if input_grad.dtype == dtype else input_grad.astype(dtype)
 
 
@@ -146,29 +147,42 @@ def _input_grad(layer: nn.Layer) -> Optional[InputGrad]:
     return None
 
 
-def _weight(layer: nn.Layer, grad: Tensor) -> Tensor:
-    weight = layer.weight.detach()
+def _waits(layer: nn.Layer) -> bool:
+    """Whether the weights that ``layer`` is about to use are its own, some of them trained.
+
+    A weight that was computed, or stands in for another one, has a graph of its own, which the main backward has to
+    reach.  A hook may change it for one call.
+    """
+    used = [tensor for tensor in (layer.weight, layer.bias) if tensor is not None]
+    own = {id(param) for param in layer.parameters(include_sublayers=False)}
+    if has_forward_hooks(layer) or not all(id(tensor) in own and tensor.is_leaf for tensor in used):
+        return False
+    return not all(tensor.stop_gradient for tensor in used)
+
+
+def _as(weight: Tensor, grad: Tensor) -> Tensor:
+    weight = weight.detach()
     return weight if weight.dtype == grad.dtype else weight.astype(grad.dtype)
 
 
-def _of_linear(layer: nn.Layer, grad: Tensor, shape: list[int]) -> Tensor:
-    return paddle.matmul(grad, _weight(layer, grad), transpose_y=True)
+def _of_linear(layer: nn.Layer, weight: Tensor, grad: Tensor, shape: list[int]) -> Tensor:
+    return paddle.matmul(grad, _as(weight, grad), transpose_y=True)
 
 
 def _of_conv(transposed: Callable[..., Tensor]) -> InputGrad:
     """The gradient of a convolution is the transposed convolution with the same weight."""
 
-    def grad_of(layer: nn.Layer, grad: Tensor, shape: list[int]) -> Tensor:
+    def grad_of(layer: nn.Layer, weight: Tensor, grad: Tensor, shape: list[int]) -> Tensor:
         options = conv_options(layer) or {}
         spatial = shape[1:-1] if options["data_format"].endswith("C") else shape[2:]
-        return transposed(grad, _weight(layer, grad), output_size=spatial, **options)
+        return transposed(grad, _as(weight, grad), output_size=spatial, **options)
 
     return grad_of
 
 
 def _of_transposed(conv: Callable[..., Tensor]) -> InputGrad:
     """And the other way round."""
-    return lambda layer, grad, shape: conv(grad, _weight(layer, grad), **(conv_options(layer) or {}))
+    return lambda layer, weight, grad, shape: conv(grad, _as(weight, grad), **(conv_options(layer) or {}))
 
 
 _CONVOLUTIONS: dict[Any, InputGrad] = {

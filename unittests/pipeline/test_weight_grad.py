@@ -106,6 +106,83 @@ def test_what_is_not_known_is_joint(name: str) -> None:
     assert run_both(layer, layer, paddle.randn(shape), True, True) == 0
 
 
+class Swapped(nn.Layer):
+    """Computes the weight of a layer within its own forward, and puts the parameter back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.scale = self.create_parameter([4])
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.inner
+        weight = inner._parameters.pop("weight")
+        inner.weight = weight * (self.scale + x.mean(0)).unsqueeze(-1)
+        try:
+            return inner(x)
+        finally:
+            vars(inner).pop("weight", None)
+            inner._parameters["weight"] = weight
+
+
+def patched() -> nn.Layer:
+    """A low-rank addition, in the manner of LoRA: the forward of one object is replaced."""
+    layer = nn.Linear(4, 4)
+    layer.lora = layer.create_parameter([4, 4])
+    layer.forward = lambda x: F.linear(x, layer.weight, layer.bias) + paddle.matmul(x, layer.lora)
+    return layer
+
+
+def hooked() -> nn.Layer:
+    """A hook that gives the weight another value for each call."""
+    layer = nn.Linear(4, 4)
+    layer.twin = layer.create_parameter([4, 4])
+    weights = [layer.weight, layer.twin]
+
+    def turn(layer: nn.Layer, inputs: Any) -> None:
+        weights.reverse()
+        layer.weight = weights[0]
+
+    layer.register_forward_pre_hook(turn)
+    return layer
+
+
+OWN_WAYS: dict[str, Callable[[], nn.Layer]] = {
+    "forward of the object": patched,
+    "spectral_norm": lambda: nn.utils.spectral_norm(nn.Linear(4, 4)),
+    "weight_norm": lambda: nn.utils.weight_norm(nn.Linear(4, 4)),
+    "weight_norm of a convolution": lambda: nn.Sequential(
+        nn.Unflatten(1, [2, 2]), nn.utils.weight_norm(nn.Conv1D(2, 2, 1)), nn.Flatten(1)
+    ),
+    "swapped": Swapped,
+    "hooked": hooked,
+}
+
+
+@pytest.mark.parametrize("name", OWN_WAYS)
+def test_layers_with_ways_of_their_own_are_joint(name: str) -> None:
+    found = []
+    for own in (False, True):
+        paddle.seed(3)
+        net = nn.Sequential(nn.Linear(4, 4), OWN_WAYS[name]())
+        before = vars(net[1]).get("forward")
+        weight_grads = WeightGrads([net])
+        with weight_grads.installed() if own else contextlib.nullcontext():
+            waiting = []
+            for scale in (1.0, 2.0):
+                loss = F.tanh(net(paddle.randn([3, 4]) * scale)).sum()
+                with weight_grads.deferred() if own else contextlib.nullcontext() as pending:
+                    loss.backward()
+                waiting.append(pending)
+            if own:
+                assert net[0].weight.grad is None  # the layer before it waits
+                waiting[0].compute(), waiting[1].compute()
+        assert vars(net[1]).get("forward") is before and (before is not None) == (name == "forward of the object")
+        found.append([None if param.grad is None else param.grad.numpy() for param in net.parameters()])
+        assert all(grad is not None for grad in found[0])
+    check_close(found[1], found[0])
+
+
 class Net(nn.Layer):
     """Tied weights, a frozen one, a layer used twice, an own forward, and layers that do not defer."""
 
