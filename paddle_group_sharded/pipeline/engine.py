@@ -67,7 +67,6 @@ class Engine:
 
     def __init__(self, layer: PipelineLayer, schedule: Union[str, Path, Plan, Schedule, None], timeout: float) -> None:
         """``timeout``: seconds that a rank waits for another's message."""
-        self.random_step = 0  # training steps so far, which random numbers depend on
         self.runner: Optional[Runner] = None  # of the last step; of the last evaluation before the first one
         self._has_trained = False
         self._layer = layer
@@ -144,7 +143,7 @@ class Engine:
             self.disconnect()
             raise
         if training:
-            self.random_step += 1
+            self._layer.random_step += 1
             self._finish_gradients()
         last = self._comm.ranks.index(self._grid.pipeline_ranks[-1])
         return Result(reports[last], job.outputs if meter is None and self._holds_last else None)
@@ -254,7 +253,7 @@ class Engine:
 
         def run(micro_batch: int, value: Any) -> Any:
             # As they are now, for a recompute of this pass too; a checkpoint brings those of the run that goes on.
-            base, step = self._layer.base_seed, self.random_step
+            base, step = self._layer.base_seed, self._layer.random_step
             return chunk(value, lambda index: seed_layer(base, step, replica, micro_batch, index))
 
         return run

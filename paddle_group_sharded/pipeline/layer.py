@@ -74,6 +74,7 @@ class PipelineLayer(PaddleMembers, nn.Layer):  # type: ignore[misc]  # Paddle is
         self._plan: LayerPlan = plan_layers(self.descs, self.grid, seg_method, num_chunks, sample_input, seed)
         self.segmentation = self._plan.segmentation
         self.base_seed = self._plan.base_seed  # equal on every rank
+        self.random_step = 0  # training steps so far, which random numbers depend on too
         self.comm = self._plan.comm  # over all ranks of the launch
         self._finalizer = weakref.finalize(self, self.comm.close)
         self._print()

@@ -171,11 +171,11 @@ class PipelineParallel(ParallelMembers, nn.Layer):  # type: ignore[misc]
     @property
     def random_step(self) -> int:
         """Training steps so far.  A run that is resumed sets it, to draw the random numbers of the run it goes on."""
-        return self._engine.random_step
+        return self._layers.random_step
 
     @random_step.setter
     def random_step(self, value: int) -> None:
-        self._engine.random_step = value
+        self._layers.random_step = value
 
     @property
     def plan(self) -> Plan:
