@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Optional
 
 from ..errors import UsageError
@@ -17,7 +18,7 @@ from .sharded import ShardedSubject
 from .subject import Names, Subject, live_state
 from .team import Team, world_team
 
-__all__ = ["inner_optimizer", "pipeline_of", "subject_of", "team_of"]
+__all__ = ["check_optimizers", "gives_optimizer", "inner_optimizer", "pipeline_of", "subject_of", "team_of"]
 
 
 def team_of(model: Any) -> Team:
@@ -60,3 +61,28 @@ def subject_of(model: Any, optimizer: Optional[Any]) -> Subject:
         return PlainSubject(Names(live_state(model)), inner)
     # A shared weight is saved once, under the name of its first owner, whichever stages hold a copy of it.
     return PlainSubject(Names(stages.layer_state_dict(), stages.shared.aliases), inner)
+
+
+def gives_optimizer(subject: Subject, optimizer: Optional[Any]) -> Optional[bool]:
+    """Whether this rank gives an optimizer; None where it gives none and has no parameter that one could train."""
+    if inner_optimizer(optimizer) is not None:
+        return True
+    trainable = (
+        hasattr(tensor, "optimize_attr") and not tensor.stop_gradient for tensor in subject.names.tensors.values()
+    )
+    return False if any(trainable) else None
+
+
+def check_optimizers(given: Sequence[Optional[bool]]) -> bool:
+    """Whether there is an optimizer, from what :func:`gives_optimizer` says on each rank.
+
+    :class:`UsageError` where ranks differ: the states of some parameters would silently be left out.
+    """
+    without = [rank for rank, each in enumerate(given) if each is False]
+    having = [rank for rank, each in enumerate(given) if each]
+    if without and having:
+        raise UsageError(
+            f"rank {without[0]} gives no optimizer, but has parameters to train, and rank {having[0]} gives one; give "
+            "the optimizer on every rank that has such parameters, or on none"
+        )
+    return bool(having)

@@ -10,8 +10,7 @@ import numpy as np
 
 from ..errors import UsageError
 from ..paddle_compat import lr_scheduler
-from ..pipeline.parallel import PipelineParallel
-from .build import inner_optimizer, subject_of
+from .build import gives_optimizer, inner_optimizer, pipeline_of, subject_of
 from .data import pack
 from .holding import Holding, whole_holding
 from .random_state import get_random_states
@@ -37,6 +36,7 @@ class Parts(NamedTuple):
     data: Any
     extra_checksum: Optional[int]  # None where no extra was given
     level: str
+    optimizer: Optional[bool]  # see gives_optimizer()
 
 
 def collect(rank: int, model: Any, optimizer: Optional[Any], extras: Extras) -> Parts:
@@ -58,14 +58,16 @@ def collect(rank: int, model: Any, optimizer: Optional[Any], extras: Extras) -> 
         data=data,
         extra_checksum=checksum,
         level=subject.level,
+        optimizer=gives_optimizer(subject, optimizer),
     )
 
 
 def _settings(model: Any, optimizer: Optional[Any], extras: Extras) -> dict[str, Any]:
     settings: dict[str, Any] = {}
-    if isinstance(model, PipelineParallel):
-        settings["random_step"] = model.random_step
-        settings["base_seed"] = model._layers.base_seed
+    stages = pipeline_of(model)
+    if stages is not None:
+        settings["random_step"] = stages.random_step
+        settings["base_seed"] = stages.base_seed
     inner = inner_optimizer(optimizer)
     if inner is not None:
         own = lr_scheduler(inner)

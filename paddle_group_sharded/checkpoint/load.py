@@ -10,9 +10,9 @@ from typing import Any, Literal, NamedTuple, Optional, Union, overload
 
 from ..errors import CheckpointError, UsageError
 from ..paddle_compat import lr_scheduler as scheduler_of
-from ..pipeline.parallel import PipelineParallel
+from ..pipeline.layer import PipelineLayer
 from .background import IN_FLIGHT
-from .build import inner_optimizer, subject_of, team_of
+from .build import check_optimizers, gives_optimizer, inner_optimizer, pipeline_of, subject_of, team_of
 from .collect import Extras
 from .holding import Holding
 from .manifest import Manifest, TensorEntry
@@ -66,7 +66,7 @@ def load_checkpoint(
     Args:
         path: the folder.
         model: a plain layer, what :func:`.group_sharded_parallel` returned, or one rank's part of a pipeline.
-        optimizer: the one of ``model``; None reads weights only.
+        optimizer: the one of ``model``; None, on every rank that has parameters to train, reads weights only.
         scaler: a ``paddle.amp.GradScaler``, or None to leave it out.
         lr_scheduler: a scheduler that is not the optimizer's own, or None.
         strict: whether everything has to fit.  If not, what does not is left as it was.
@@ -100,7 +100,7 @@ def read_checkpoint(path: Any, model: Any, optimizer: Optional[Any], extras: Ext
     IN_FLIGHT.settle()
     team = team_of(model)
     job = team.together(lambda: _Load.prepare(path, model, optimizer, strict), _LABEL)
-    report = _agree(team, job, strict)
+    job, report = _agree(team, job, strict)
     with job.files:
         data = team.together(lambda: _verified(team, job), _LABEL)
         team.together(lambda: _check_data(job, data, optimizer, extras, strict), _LABEL)
@@ -120,7 +120,7 @@ class _Load(NamedTuple):
     files: TensorFiles
     subject: Subject
     match: Match
-    has_optimizer: bool
+    optimizer: Optional[bool]  # see gives_optimizer(); after _agree whether any rank gives one
 
     @classmethod
     def prepare(cls, path: Any, model: Any, optimizer: Optional[Any], strict: bool) -> _Load:
@@ -138,21 +138,24 @@ class _Load(NamedTuple):
         match_model(manifest, names, {name: (held.shape, held.dtype) for name, held in holdings.items()}, match)
         if optimizer is not None:
             match_states(manifest, names, subject.owners(), match)
-        return cls(folder, manifest, TensorFiles(folder, manifest.files), subject, match, optimizer is not None)
+        return cls(
+            folder, manifest, TensorFiles(folder, manifest.files), subject, match, gives_optimizer(subject, optimizer)
+        )
 
 
-def _agree(team: Team, job: _Load, strict: bool) -> LoadReport:
+def _agree(team: Team, job: _Load, strict: bool) -> tuple[_Load, LoadReport]:
     """What does not fit, of all ranks; raises where ``strict`` forbids it.  Collective."""
     known = [name for names in job.subject.names.all.values() for name in names]
-    said = team.exchange((job.manifest.save, known, job.match.report), _LABEL)
-    for rank, (save, _, _) in enumerate(said):
+    said = team.exchange((job.manifest.save, known, job.match.report, job.optimizer), _LABEL)
+    for rank, (save, *_) in enumerate(said):
         if save != said[0][0]:
             raise CheckpointError(
                 f"{job.folder}: rank 0 and rank {rank} read different saves; give every rank the same folder, and do "
                 "not save into it meanwhile"
             )
-    report: LoadReport = said[0][2].merge(other for _, _, other in said[1:])
-    everywhere = {name for _, names, _ in said for name in names}
+    optimizer = check_optimizers([each[3] for each in said])
+    report: LoadReport = said[0][2].merge(each[2] for each in said[1:])
+    everywhere = {name for each in said for name in each[1]}
     resolved = {job.manifest.resolve(name) for name in everywhere}
     unknown = [name for name in job.manifest.model_names() if job.manifest.resolve(name) not in resolved]
     report.unexpected[:0] = unknown
@@ -160,13 +163,13 @@ def _agree(team: Team, job: _Load, strict: bool) -> LoadReport:
         raise CheckpointError(f"{job.folder} does not fit; {report}")
     if report:
         _logger.warning("%s does not fit everywhere; %s", job.folder, report)
-    return report
+    return job._replace(optimizer=optimizer), report
 
 
 def _wanted(team: Team, job: _Load) -> list[TensorEntry]:
     """All that any rank will read."""
     model = list(job.manifest.section("model").values())
-    states = list(job.manifest.section("optimizer").values()) if job.has_optimizer else []
+    states = list(job.manifest.section("optimizer").values()) if job.optimizer else []
     own = list(job.manifest.section("rank").values()) if job.manifest.world_size == team.world_size else []
     return [*model, *states, *own, *job.manifest.section("data").values()]
 
@@ -236,11 +239,23 @@ def _restore(team: Team, job: _Load, data: Any, model: Any, optimizer: Optional[
             inner.set_lr(data["learning_rate"])
     if extras.scheduler is not None and extras.scheduler is not own and "lr_scheduler" in data:
         extras.scheduler.set_state_dict(data["lr_scheduler"])
-    if optimizer is not None:
+    if job.optimizer:  # of any rank: one without parameters draws random numbers too
         _restore_random(team, job)
-        if isinstance(model, PipelineParallel) and "random_step" in data:
-            model.random_step = data["random_step"]
-            model._layers.base_seed = data["base_seed"]
+        _restore_steps(job, data, pipeline_of(model))
+
+
+def _restore_steps(job: _Load, data: Any, stages: Optional[PipelineLayer]) -> None:
+    """What the random numbers of a pipeline depend on."""
+    if "random_step" not in data:
+        return
+    if stages is not None:
+        stages.random_step, stages.base_seed = data["random_step"], data["base_seed"]
+    else:
+        _logger.warning(
+            "%s was written by a pipeline; its random_step and base_seed have no place in a model without stages, "
+            "whose dropout draws other random numbers",
+            job.folder,
+        )
 
 
 def _restore_random(team: Team, job: _Load) -> None:

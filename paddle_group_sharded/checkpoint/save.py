@@ -14,7 +14,7 @@ import paddle
 from ..errors import UsageError
 from .assign import Offer, assign
 from .background import IN_FLIGHT, PendingSave
-from .build import team_of
+from .build import check_optimizers, team_of
 from .collect import Extras, Parts, collect
 from .holding import Holding
 from .job import Piece, SaveJob, compose
@@ -46,7 +46,7 @@ def save_checkpoint(
         path: a folder, made if it does not exist.  A complete checkpoint in it stays until the new one is complete,
             whatever ends the processes, and is then removed.
         model: a plain layer, what :func:`.group_sharded_parallel` returned, or one rank's part of a pipeline.
-        optimizer: the one of ``model``, or None.
+        optimizer: the one of ``model``, or None on every rank; a rank without parameters to train may always give None.
         scaler: a ``paddle.amp.GradScaler`` or None.
         lr_scheduler: a scheduler that is not the optimizer's own, which is saved with it.
         extra: numbers, texts, None, arrays, tensors, and lists, tuples and dicts of those: the position in the data,
@@ -144,6 +144,7 @@ class _Said(NamedTuple):
     parameter_names: dict[str, str]
     data: Any
     extra_checksum: Optional[int]
+    optimizer: Optional[bool]
 
 
 def _plan(team: Team, folder: str, parts: Parts) -> _Plan:
@@ -157,6 +158,7 @@ def _plan(team: Team, folder: str, parts: Parts) -> _Plan:
         parameter_names=parts.parameter_names,
         data=parts.data,
         extra_checksum=parts.extra_checksum,
+        optimizer=parts.optimizer,
     )
     said: list[_Said] = team.exchange(mine, _LABEL)
     for rank, every in enumerate(said):
@@ -165,6 +167,7 @@ def _plan(team: Team, folder: str, parts: Parts) -> _Plan:
                 f"rank 0 saves into {said[0].folder!r} and rank {rank} into {every.folder!r}; give the same path on "
                 "every rank"
             )
+    check_optimizers([every.optimizer for every in said])
     data = _common_data(said)
     chosen = assign([every.offers for every in said])
     pieces = [_piece(parts.holdings[number]) for number in chosen[team.rank]]

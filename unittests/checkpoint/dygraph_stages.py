@@ -14,6 +14,7 @@ from paddle_group_sharded import (
     LayerDesc,
     PipelineLayer,
     SharedLayerDesc,
+    UsageError,
     group_sharded_parallel,
     load_checkpoint,
     pipeline_parallel,
@@ -153,4 +154,69 @@ def load_all(folder: str, sources: list[str]) -> dict[str, Any]:
                 losses = parts[dist.get_rank() if len(parts) == dist.get_world_size() else 0][1]  # of this replica
                 far = max(abs(one - two) for one, two in zip(losses, again))
             results[f"{source} -> {place}-{dist.get_world_size()}"] = (differing(expected, found), far)
+    return results
+
+
+# ------------------------------------------------------------------------------------- what each rank gives, and where
+
+
+def attempt(action: Any) -> str:
+    try:
+        action()
+    except UsageError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def one_sided(folder: str) -> dict[str, Any]:
+    """An optimizer on some ranks only: what is said, and what has changed."""
+    rank = dist.get_rank()
+    results: dict[str, Any] = {}
+    for place in ("2x1", "p_g_os", "plain"):
+        model, optimizer = make(place, 7)
+        steps(model, optimizer, 0, 1)
+        good = f"{folder}/{place}"
+        save_checkpoint(good, model, optimizer)
+        steps(model, optimizer, 1, 2)
+        before = whole_state(model, optimizer)
+        mine = optimizer if rank else None
+        said = [
+            attempt(lambda model=model, mine=mine, place=place: save_checkpoint(f"{folder}/no", model, mine)),
+            attempt(lambda model=model, mine=mine, good=good: load_checkpoint(good, model, mine)),
+            attempt(lambda model=model, mine=mine, good=good: load_checkpoint(good, model, mine, strict=False)),
+        ]
+        results[place] = (said, differing(before, whole_state(model, optimizer)))
+    results["folder"] = Path(folder, "no").exists()
+    return results
+
+
+def bare_stage(folder: str) -> dict[str, Any]:
+    """The first stage has dropout and no parameters; a run goes on from its part of the pipeline or the whole."""
+    rank = dist.get_rank()
+
+    def build(seed: int, given: str, load: bool) -> tuple[Any, list[float]]:
+        fresh(seed)
+        descs = [LayerDesc(nn.Dropout, 0.4), LayerDesc(nn.ReLU), LayerDesc(nn.Dropout, 0.4), LayerDesc(nn.Linear, 6, 5)]
+        layer = PipelineLayer(descs, num_stages=2, loss_fn=nn.CrossEntropyLoss(), seed=seed, seg_method=[0, 2, 4])
+        optimizer = paddle.optimizer.AdamW(0.05, parameters=layer.parameters()) if rank else None
+        if load and given == "before":
+            load_checkpoint(folder, layer, optimizer)
+        model, wrapped = pipeline_parallel(layer, optimizer, MICRO_BATCHES)
+        if load and given != "before":
+            load_checkpoint(folder, layer if given == "layer" else model, optimizer if given == "layer" else wrapped)
+        losses = []
+        for step in range(0 if load else -2, 2):
+            if step == 0 and not load:
+                save_checkpoint(folder, layer if given == "layer" else model, optimizer if rank else None)
+            x = paddle.to_tensor([[(step + 3 * row + column + 5) % 11 / 11 for column in range(6)] for row in range(8)])
+            y = paddle.to_tensor([row % 5 for row in range(8)])
+            losses.append(float(model.train_batch([x, y], wrapped).item()))
+        return model, losses[-2:]
+
+    results: dict[str, Any] = {}
+    for saved in ("layer", "model"):
+        _, losses = build(3, saved, False)
+        for given in ("layer", "model", "before"):
+            model, again = build(8, given, True)
+            results[f"{saved} {given}"] = (losses, again, model.random_step)
     return results

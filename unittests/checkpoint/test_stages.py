@@ -21,3 +21,20 @@ def test_stages_chunks_and_replicas(ranks: Ranks, tmp_path: Path) -> None:
                 assert differing == [], way
                 source, target = way.split(" -> ")
                 assert far <= (0.0 if source == target else 1e-6), way
+
+
+def test_an_optimizer_on_some_ranks_only(ranks: Ranks, tmp_path: Path) -> None:
+    for seen in ranks(2).run(WORKER, "one_sided", str(tmp_path)):
+        assert not seen.pop("folder")
+        for place, (said, differing) in seen.items():
+            assert differing == [], place
+            assert len(said) == 3
+            for every in said:
+                assert every.startswith("rank 0 gives no optimizer, but has parameters to train, and rank 1"), place
+
+
+def test_random_numbers_go_on_whatever_part_of_the_pipeline_is_given(ranks: Ranks, tmp_path: Path) -> None:
+    for seen in ranks(2).run(WORKER, "bare_stage", str(tmp_path)):
+        assert len(seen) == 6
+        for way, (losses, again, step) in seen.items():
+            assert losses[0] != losses[1] and again == losses and step == 4, way
