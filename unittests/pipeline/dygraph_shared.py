@@ -174,6 +174,28 @@ def differ_and_meet() -> dict[str, Any]:
     return seen
 
 
+def edited_row(dtype: str, rows: int = 4000) -> dict[str, Any]:
+    """One row of a table is written on one of its ranks, as for a new token; another table is left alone."""
+    rank = paddle.distributed.get_rank()
+    descs = [SharedLayerDesc(key, nn.Embedding, None, "weight", rows, WIDTH) for key in ("a", "b", "a", "b")]
+    layer = PipelineLayer(descs, num_stages=2)
+    (a,), (b,) = (layer.shared.params(key) for key in ("a", "b"))
+    layer.to(dtype=dtype)
+    seen: dict[str, Any] = {"same": [], "rows": []}
+    for step, editor in enumerate((0, 1, 0)):
+        row = 1 + 1337 * step
+        before = b.astype("float32").numpy()
+        if rank == editor:
+            value = a.detach().astype("float32").clone()
+            value[row] = 7.0 + step
+            a.set_value(value.astype(a.dtype))
+        layer.shared.synchronize_if_changed()
+        seen["rows"].append(sorted(set(a.astype("float32").numpy()[row].tolist())))
+        seen["same"].append(bool((b.astype("float32").numpy() == before).all()))
+    assert str(a.dtype).endswith(dtype)
+    return seen
+
+
 def frozen_adapter() -> dict[str, Any]:
     """A13: the first owner describes its weight as frozen; the second one does not."""
     descs = [

@@ -69,6 +69,14 @@ def test_a10_a13_a16_copies_meet_again(ranks: Ranks) -> None:
     assert middle["again"] == 1.0 and middle["one gradient"] is None and middle["frozen here only"] == "accepted"
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_edit_of_one_row_reaches_every_copy(ranks: Ranks, dtype: str) -> None:
+    """The first owner's value counts, so what the other rank has written is undone."""
+    first, last = ranks(2).run(WORKER, "edited_row", dtype)
+    assert first == last and first["same"] == [True, True, True]
+    assert first["rows"][0] == [7.0] and first["rows"][2] == [9.0] and 8.0 not in first["rows"][1]
+
+
 def test_a13_the_first_owner_says_whether_it_is_trained(ranks: Ranks) -> None:
     for seen in ranks(2).run(WORKER, "frozen_adapter"):
         assert seen == {"frozen": True, "still": True, "others": 1}
