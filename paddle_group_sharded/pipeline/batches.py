@@ -15,14 +15,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Optional
+from enum import IntEnum
+from typing import Any, NamedTuple, Optional
 
 import numpy as np
 import paddle
 
 from ..errors import UsageError
 
-__all__ = ["Batch", "cut"]
+__all__ = ["Batch", "Counted", "cut"]
+
+
+class Counted(IntEnum):
+    """By what the samples of micro-batches were counted; the more, the surer."""
+
+    NOT = 0  # there was nothing to count
+    WHOLE = 1  # the first tensor of each micro-batch, which came as it is
+    CUT = 2  # axis 0 of what was cut here
 
 
 @dataclass(frozen=True)
@@ -31,8 +40,9 @@ class Batch:
 
     inputs: Optional[list[Any]]  # one each, or None where they are not needed
     labels: Optional[list[Any]]
-    sizes: list[int]  # samples of each micro-batch; all 1 where nothing can be counted; empty on a rank without data
+    sizes: list[int]  # samples of each micro-batch; all 1 where nothing was counted; empty on a rank without data
     asked: int  # micro-batches asked for; an iterator may have ended before
+    counted: Counted = Counted.NOT  # how sizes came about
 
     @property
     def ended(self) -> bool:
@@ -53,16 +63,16 @@ def cut(data: Any, num_micro_batches: int, inputs: bool, labels: bool, fewer: bo
     if hasattr(data, "__next__"):
         return _drawn(data, num_micro_batches, inputs, labels)
     first, second = _pair(data, "data")
-    parts: list[Optional[list[Any]]] = []
-    sizes: list[int] = []
-    for value, needed, name in ((first, inputs, "inputs"), (second, labels, "labels")):
-        parts.append(_parts(value, num_micro_batches, name, fewer) if needed else None)
-        found = _sizes(parts[-1])
-        if sizes and found and len(sizes) != len(found):
-            raise UsageError(f"inputs give {len(sizes)} micro-batches, but labels {len(found)}; give equally many")
-        sizes = found or sizes
-    count = next(len(part) for part in parts if part is not None)
-    return Batch(parts[0], parts[1], sizes or [1] * count, count)
+    needed = [(first, "inputs", inputs), (second, "labels", labels)]
+    found = {name: _parts(value, num_micro_batches, name, fewer) for value, name, needs in needed if needs}
+    if len({len(each.sizes) for each in found.values() if each.counted}) > 1:
+        raise UsageError(
+            f"inputs give {len(found['inputs'].sizes)} micro-batches, but labels {len(found['labels'].sizes)}; give "
+            f"equally many"
+        )
+    best = max(reversed([*found.values()]), key=lambda each: each.counted)  # labels first: a loss is a mean over them
+    parts = [found[name][0] if name in found else None for name in ("inputs", "labels")]
+    return Batch(parts[0], parts[1], best.sizes, len(best.sizes), best.counted)
 
 
 def _drawn(source: Iterator[Any], count: int, inputs: bool, labels: bool) -> Batch:
@@ -75,7 +85,16 @@ def _drawn(source: Iterator[Any], count: int, inputs: bool, labels: bool) -> Bat
             break
     first = [_whole(pair[0]) for pair in drawn] if inputs else None
     second = [_whole(pair[1]) for pair in drawn] if labels else None
-    return Batch(first, second, _sizes(second) or _sizes(first) or [1] * len(drawn), count)
+    sizes = _sizes(second) or _sizes(first)
+    return Batch(first, second, sizes or [1] * len(drawn), count, Counted.WHOLE if sizes else Counted.NOT)
+
+
+class _Parts(NamedTuple):
+    """Inputs or labels of each micro-batch."""
+
+    parts: list[Any]
+    sizes: list[int]
+    counted: Counted
 
 
 def _pair(data: Any, what: str) -> tuple[Any, Any]:
@@ -95,7 +114,7 @@ def _pair(data: Any, what: str) -> tuple[Any, Any]:
     raise UsageError(f"expected {what} as [inputs, labels], got {got}")
 
 
-def _parts(value: Any, count: int, name: str, fewer: bool) -> list[Any]:
+def _parts(value: Any, count: int, name: str, fewer: bool) -> _Parts:
     """``value`` in ``count`` parts."""
     lists, samples = _lengths(value, name)
     if fewer:
@@ -112,7 +131,11 @@ def _parts(value: Any, count: int, name: str, fewer: bool) -> list[Any]:
         )
     size, larger = divmod(samples or 0, count)
     bounds = [index * size + min(index, larger) for index in range(count + 1)]
-    return [_part(value, index, bounds[index], bounds[index + 1]) for index in range(count)]
+    parts = [_part(value, index, bounds[index], bounds[index + 1]) for index in range(count)]
+    if samples is not None:
+        return _Parts(parts, [stop - start for start, stop in zip(bounds, bounds[1:])], Counted.CUT)
+    sizes = _sizes(parts)
+    return _Parts(parts, sizes or [1] * count, Counted.WHOLE if sizes else Counted.NOT)
 
 
 def _lengths(value: Any, name: str) -> tuple[Optional[int], Optional[int]]:

@@ -114,13 +114,13 @@ class Engine:
         that are there already; after an error they are of no use.
         """
         word = "train" if training else "evaluate"
-        batch, count = self._agree(data, num_micro_batches, training, loss_index, word)
-        runner = self._make_runner(self.plan(count, training))
+        batch, sizes = self._agree(data, num_micro_batches, training, loss_index, word)
+        runner = self._make_runner(self.plan(len(sizes), training))
         if training or not self._has_trained:
             self.runner, self._has_trained = runner, training
         meter = None
         if loss_index is not None and self._holds_last:
-            meter = LossMeter(self._layer, batch.labels, batch.sizes, loss_index, scale)
+            meter = LossMeter(self._layer, batch.labels, sizes, loss_index, scale)
         job = Job(batch.inputs, meter)
         failure: Optional[Exception] = None
         losses: Optional[Losses] = None
@@ -174,7 +174,8 @@ class Engine:
 
     def _agree(
         self, data: Any, count: int, training: bool, loss_index: Optional[int], word: str
-    ) -> tuple[Batch, int]:
+    ) -> tuple[Batch, list[int]]:
+        """This rank's data, and the samples of each micro-batch."""
         problem: Optional[Exception] = None
         plan: Optional[str] = None
         batch = Batch(None, None, [], count)
@@ -191,7 +192,8 @@ class Engine:
         except Exception as error:
             problem = error
         options = {"the number of micro-batches": count, "loss_fn_idx": loss_index, "the schedule": plan}
-        return batch, agree_before(self._comm, word, problem, Facts.of(batch, options), fewer=not training)
+        facts, pipeline = Facts.of(batch, options), self._grid.pipeline_ranks
+        return batch, agree_before(self._comm, word, problem, facts, not training, pipeline)
 
     def _plan_print(self, count: int) -> str:
         """What a training step's plan is called, and a number that tells it from others."""

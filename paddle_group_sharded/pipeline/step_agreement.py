@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Optional
 
 from ..comm import Comm
 from ..errors import CommError, GroupShardedError, UsageError
-from .batches import Batch
+from .batches import Batch, Counted
 from .losses import Losses
 from .runner import ActionFailed
 
@@ -22,13 +22,14 @@ class Facts(NamedTuple):
 
     asked: int  # micro-batches
     sizes: Optional[list[int]]  # samples of each micro-batch that the data gave; None on a rank that needs no data
+    counted: Counted
     options: tuple[tuple[str, Any], ...]  # (name, value), equal on every rank
 
     @classmethod
     def of(cls, batch: Batch, options: dict[str, Any]) -> Facts:
         """The facts of a rank with this batch."""
         has_data = batch.inputs is not None or batch.labels is not None
-        return cls(batch.asked, batch.sizes if has_data else None, tuple(options.items()))
+        return cls(batch.asked, batch.sizes if has_data else None, batch.counted, tuple(options.items()))
 
 
 class _Failure(NamedTuple):
@@ -39,10 +40,14 @@ class _Failure(NamedTuple):
     text: str
 
 
-def agree_before(comm: Comm, label: str, problem: Optional[Exception], facts: Facts, fewer: bool) -> int:
-    """The number of micro-batches of the step; or the same error on every rank.  Collective.
+def agree_before(
+    comm: Comm, label: str, problem: Optional[Exception], facts: Facts, fewer: bool, pipeline: Sequence[int]
+) -> list[int]:
+    """Samples of each micro-batch of this rank's pipeline; or the same error on every rank.  Collective.
 
-    ``fewer``: whether the data may give fewer than were asked for.  Raises StopIteration where it has ended.
+    ``fewer``: whether the data may give fewer micro-batches than were asked for.  ``pipeline``: ranks of this rank's
+    replica, of which the surest count is taken, the last stage's before the first's, since it has the labels that a
+    loss is a mean over.  Raises StopIteration where the data has ended.
     """
     own = comm.ranks[comm.rank]
     said = None if problem is None else _Failure(False, _kind(problem), f"{_name(problem)}{problem}")
@@ -59,12 +64,19 @@ def agree_before(comm: Comm, label: str, problem: Optional[Exception], facts: Fa
                     f"{name} differs between ranks: rank {own} has {mine}, rank {rank} has {theirs}; give the same on "
                     f"every rank"
                 )
-    given = [(rank, others.sizes) for rank, (_, others) in zip(comm.ranks, reports) if others.sizes is not None]
-    _check_sizes(given)
-    count = len(given[0][1])
-    if count == 0 or (count < facts.asked and not fewer):
-        raise StopIteration(f"the data ended after {count} of {facts.asked} micro-batches, on every rank")
-    return count
+    counts = [(rank, len(others.sizes)) for rank, (_, others) in zip(comm.ranks, reports) if others.sizes is not None]
+    most = max(count for _, count in counts)
+    if most == 0 or (most < facts.asked and not fewer):  # with less on some ranks than on others, too
+        least = min(count for _, count in counts)
+        raise StopIteration(f"the data ended after {least} of {facts.asked} micro-batches, on every rank")
+    if any(others.counted for _, others in reports):  # a rank whose data has no samples knows not into how few to cut
+        counted = {rank for rank, (_, others) in zip(comm.ranks, reports) if others.counted}
+        fewest = min(count for rank, count in counts if rank in counted)
+        counts = [(rank, count) for rank, count in counts if rank in counted or count < fewest or not fewer]
+    _check_counts(counts)
+    of_pipeline = [others for rank, (_, others) in zip(comm.ranks, reports) if rank in pipeline]
+    best = max((each for each in reversed(of_pipeline) if each.sizes), key=lambda each: each.counted)
+    return best.sizes or []
 
 
 def agree_after(comm: Comm, label: str, failure: Optional[Exception], losses: Optional[Losses]) -> list[Any]:
@@ -89,13 +101,13 @@ def agree_after(comm: Comm, label: str, failure: Optional[Exception], losses: Op
     raise first.kind(f"rank {rank} failed: {first.text}; this rank stopped with it") from failure
 
 
-def _check_sizes(given: Sequence[tuple[int, list[int]]]) -> None:
-    first_rank, first = given[0]
-    for rank, sizes in given[1:]:
-        if len(sizes) != len(first):
+def _check_counts(counts: Sequence[tuple[int, int]]) -> None:
+    first_rank, first = counts[0]
+    for rank, count in counts[1:]:
+        if count != first:
             raise UsageError(
-                f"the data of rank {first_rank} gave {len(first)} micro-batches, that of rank {rank} {len(sizes)}; "
-                f"give the same number to the first and the last stage of every replica"
+                f"the data of rank {first_rank} gave {first} micro-batches, that of rank {rank} {count}; give the same "
+                f"number to the first and the last stage of every replica"
             )
 
 

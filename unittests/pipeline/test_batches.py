@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_group_sharded.errors import UsageError
-from paddle_group_sharded.pipeline.batches import Batch, cut
+from paddle_group_sharded.pipeline.batches import Batch, Counted, cut
 
 
 def rows(count: int, *more: int) -> Any:
@@ -64,10 +64,25 @@ def test_inputs_are_cut_off_from_autograd() -> None:
 def test_lists_inside_are_micro_batches() -> None:
     batch = both([(rows(4), [rows(2, 5), rows(1, 7)]), [rows(2), rows(1)]], 2)
     assert [x.shape for _, x in batch.inputs] == [[2, 5], [1, 7]] and firsts(batch.labels) == [[0, 1], [0]]
-    assert batch.sizes == [2, 1]
+    assert batch.sizes == [2, 2], "what was cut is surer than the first tensor of what came as it is"
+    assert cut([None, [rows(2), rows(1)]], 2, False, True).sizes == [2, 1]
     with pytest.raises(UsageError, match="a list in inputs holds micro-batches, and 4 are asked for, but it has 2"):
         both([[rows(2), rows(2)], rows(4)], 4)
     assert both([[rows(2), rows(2)], [rows(2), rows(2)]], 4, fewer=True).sizes == [2, 2]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_samples_are_counted_in_what_was_cut(first: bool) -> None:
+    """Class weights, one copy for each micro-batch, have no samples; nor do they hide those of labels or inputs."""
+    weights = [np.ones(3, "float32")] * 4
+    labels = (weights, rows(10)) if first else (rows(10), weights)
+    assert both([rows(10), labels], 4).sizes == [3, 3, 2, 2] == cut([None, labels], 4, False, True).sizes
+    only_weights = cut([None, weights], 4, False, True)
+    assert (only_weights.sizes, only_weights.counted) == ([3, 3, 3, 3], Counted.WHOLE)
+    assert both([rows(10), weights], 4).sizes == [3, 3, 2, 2]
+    assert both([rows(10), weights], 4).counted is Counted.CUT
+    assert cut([None, None], 4, False, True).counted is Counted.NOT
+    assert both([(rows(3), [1, 2, 3]), {"w": weights[:3], "y": rows(3)}], 8, fewer=True).sizes == [1, 1, 1]
 
 
 def test_only_what_is_needed_is_looked_at() -> None:
