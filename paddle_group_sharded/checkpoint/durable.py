@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import os
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, Optional
+from typing import BinaryIO, ClassVar
 
 from ..errors import CheckpointError
 
@@ -72,30 +73,47 @@ def remove(path: Path) -> None:
 
 
 class FolderLock:
-    """Keeps other jobs from writing into a folder; the system gives it up when the process ends, however it ends."""
+    """Keeps other jobs from writing into a folder; the system gives it up when the process ends, however it ends.
+
+    To the system a process is one owner, and closing any descriptor of the file gives the lock up.  So locks of this
+    process are told apart here, before the file is opened.  One that nobody holds any more is released.
+    """
 
     FILE = ".lock"
 
+    # By device and number of the folder.
+    _held: ClassVar[weakref.WeakValueDictionary[tuple[int, int], FolderLock]] = weakref.WeakValueDictionary()
+
     def __init__(self, folder: Path) -> None:
-        """Take the lock of ``folder``, or raise :class:`CheckpointError` where another process has it."""
-        self._descriptor: Optional[int] = os.open(folder / self.FILE, os.O_RDWR | os.O_CREAT, 0o644)
+        """Take the lock of ``folder``, or raise :class:`CheckpointError` where this or another process has it."""
+        found = os.stat(folder)
+        self._folder = (found.st_dev, found.st_ino)
+        if self._folder in self._held:
+            raise CheckpointError(
+                f"{folder} is being written by this process already; close() the CheckpointManager that saves there, "
+                "or give every one a folder of its own"
+            )
+        descriptor = os.open(folder / self.FILE, os.O_RDWR | os.O_CREAT, 0o644)
+        self._close = weakref.finalize(self, os.close, descriptor)
+        self._close.atexit = False  # a save in the background may still be under way then
         try:
             # Not flock(): a data loader's worker, forked, would hold that on when its parent has been killed.
-            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
-            holder = os.pread(self._descriptor, 200, 0).decode(errors="replace").strip()
+            holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
             self.release()
             raise CheckpointError(
                 f"{folder} is being written by another job ({holder}); give every job a folder of its own"
             ) from None
-        except OSError:  # a file system without locks
-            self.release()
+        except OSError:  # a file system without locks: those of this process are told apart all the same
+            self._held[self._folder] = self
             return
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
+        self._held[self._folder] = self
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
 
     def release(self) -> None:
         """Let others write; safe to call twice."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        if self._held.get(self._folder) is self:
+            del self._held[self._folder]
+        self._close()
