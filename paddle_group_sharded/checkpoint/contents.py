@@ -9,8 +9,9 @@ from typing import Any, Optional
 
 import numpy as np
 
+from ..errors import CheckpointError
 from .dtypes import itemsize, numpy_dtype
-from .manifest import Key, Manifest, TensorEntry, overlaps
+from .manifest import MANIFEST_FILE, Key, Manifest, TensorEntry, overlaps
 from .read import read_manifest
 from .tensor_file import TensorFiles
 
@@ -96,6 +97,10 @@ def _lazy(files: TensorFiles, entry: TensorEntry) -> LazyTensor:
     def read(start: int, stop: int) -> Any:
         array = np.empty(stop - start, numpy_dtype(entry.dtype))
         for piece, low, high in overlaps(entry.pieces, start, stop):
+            found = files.entry(piece.file, piece.key).dtype
+            if found != entry.dtype:
+                path = files.folder / piece.file
+                raise CheckpointError(f"{path}: {piece.key!r} is {found}, and {entry.dtype} in {MANIFEST_FILE}")
             files.read_into(piece.file, piece.key, low - piece.start, array[low - start : high - start])
         return array
 

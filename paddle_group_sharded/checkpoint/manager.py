@@ -130,6 +130,7 @@ class CheckpointManager:
         """
         IN_FLIGHT.settle()
         team = team_of(model)
+        team.together(lambda: None if step is None else _check_number(step), _LABEL)
         newest = team.exchange(self.latest() if team.rank == 0 else None, _LABEL)[0]
         chosen = newest if step is None else step
         if chosen is None:
@@ -148,8 +149,7 @@ class CheckpointManager:
             self._lock = None
 
     def _check_step(self, step: Any) -> None:
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise UsageError(f"step must be a number from 0 on, got {step!r}")
+        _check_number(step)
         if step < self._last:
             raise UsageError(f"step {step} comes after step {self._last}; save in the order of training")
 
@@ -186,3 +186,8 @@ class CheckpointManager:
             # The manifest first: what is left of a removal that is cut off is an unfinished save, never a damaged one.
             remove(path / MANIFEST_FILE)
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _check_number(step: Any) -> None:
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise UsageError(f"step must be a number from 0 on, got {step!r}")

@@ -150,7 +150,9 @@ class Manifest:
         return manifest
 
     def check(self, path: str) -> None:
-        """:class:`CheckpointError` where a tensor is not tiled by its pieces, or a piece lies in an unknown file."""
+        """:class:`CheckpointError` where a value cannot be what it should, or pieces do not tile their tensor."""
+        if isinstance(self.world_size, bool) or not isinstance(self.world_size, int) or self.world_size < 1:
+            raise CheckpointError(f"{path} is damaged: world_size is {self.world_size!r}, expected a number of ranks")
         for key, entry in self.tensors.items():
             problem = tiling_problem(entry.numel, [(piece.start, piece.stop) for piece in entry.pieces])
             if problem:

@@ -12,8 +12,8 @@ import numpy as np
 
 from ..errors import CheckpointError
 from .data import unpack
-from .dtypes import numpy_dtype
-from .manifest import MANIFEST_FILE, Manifest, PieceEntry, TensorEntry
+from .dtypes import CODES, numpy_dtype
+from .manifest import MANIFEST_FILE, Manifest, PieceEntry, TensorEntry, key_text
 from .progress import progress
 from .tensor_file import TensorFiles
 
@@ -38,28 +38,40 @@ def read_manifest(folder: Path) -> Manifest:
         ) from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-    return Manifest.from_bytes(content, os.fspath(path))
+    manifest = Manifest.from_bytes(content, os.fspath(path))
+    for key, entry in manifest.tensors.items():
+        if entry.dtype not in CODES:
+            raise CheckpointError(
+                f"{path} is damaged: {key_text(key)} has dtype {entry.dtype!r}, expected one of {sorted(CODES)}"
+            )
+    return manifest
 
 
-def pieces_of(entries: Iterable[TensorEntry]) -> list[PieceEntry]:
-    """All pieces of ``entries``, in the order in which they should be read."""
-    found = {(piece.file, piece.key): piece for entry in entries for piece in entry.pieces}
+def pieces_of(entries: Iterable[TensorEntry]) -> list[tuple[PieceEntry, str]]:
+    """All pieces of ``entries``, each with its element type, in the order in which they should be read."""
+    found = {(piece.file, piece.key): (piece, entry.dtype) for entry in entries for piece in entry.pieces}
     return list(found.values())
 
 
-def verify_pieces(files: TensorFiles, pieces: Sequence[PieceEntry], share: int = 0, shares: int = 1) -> None:
-    """Compare checksums; of several ranks, each does its ``share``.  All files are looked at by each.
+def verify_pieces(
+    files: TensorFiles, pieces: Sequence[tuple[PieceEntry, str]], share: int = 0, shares: int = 1
+) -> None:
+    """Compare element types, sizes and checksums; of several ranks, each does its ``share``.
+
+    All files are looked at by each.
 
     :class:`CheckpointError` names the file and the tensor.
     """
-    for name in dict.fromkeys(piece.file for piece in pieces):
+    for name in dict.fromkeys(piece.file for piece, _ in pieces):
         files.entries(name)
     mine = _share(pieces, share, shares)
-    size = sum(files.entry(piece.file, piece.key).size for piece in mine)
+    size = sum(files.entry(piece.file, piece.key).size for piece, _ in mine)
     with progress("verifying", size, share == 0) as on_bytes:
-        for piece in mine:
+        for piece, dtype in mine:
             entry = files.entry(piece.file, piece.key)
             path = files.folder / piece.file
+            if entry.dtype != dtype:
+                raise CheckpointError(f"{path}: {piece.key!r} is {entry.dtype}, and {dtype} in {MANIFEST_FILE}")
             count = math.prod(entry.shape)
             if count != piece.stop - piece.start:
                 expected = piece.stop - piece.start
@@ -72,9 +84,9 @@ def verify_pieces(files: TensorFiles, pieces: Sequence[PieceEntry], share: int =
             on_bytes(entry.size)
 
 
-def _share(pieces: Sequence[PieceEntry], share: int, shares: int) -> list[PieceEntry]:
+def _share(pieces: Sequence[tuple[PieceEntry, str]], share: int, shares: int) -> list[tuple[PieceEntry, str]]:
     """Large ones first, in turn, so that every rank has about as much to do."""
-    ordered = sorted(pieces, key=lambda piece: (piece.start - piece.stop, piece.file, piece.key))
+    ordered = sorted(pieces, key=lambda each: (each[0].start - each[0].stop, each[0].file, each[0].key))
     return ordered[share::shares]
 
 

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tracemalloc
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -36,6 +37,11 @@ from paddle_group_sharded.checkpoint.durable import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
 print("locked", flush=True)
 time.sleep(60)
+"""
+
+TRIES = """
+import fcntl, sys
+fcntl.lockf(open(sys.argv[1] + "/.lock", "r+"), fcntl.LOCK_EX | fcntl.LOCK_NB)
 """
 
 
@@ -86,6 +92,18 @@ def _version(folder: str) -> None:
     path.write_bytes(path.read_bytes().replace(b'"version": 1', b'"version": 7'))
 
 
+def _reword(old: str, new: str) -> Callable[[str], Any]:
+    """Another text in the manifest, under a checksum that is right."""
+
+    def reword(folder: str) -> None:
+        path = Path(folder) / "manifest.json"
+        text = path.read_bytes().replace(old.encode(), new.encode())
+        text = text[: text.rindex(b', "checksum"')]
+        path.write_bytes(text + b', "checksum": "%08x"}\n' % zlib.crc32(text))
+
+    return reword
+
+
 def _swap(folder: str) -> None:
     """The files of two ranks under each other's names, as after a wrong copy."""
     one, other = _tensor_file(folder, 0), _tensor_file(folder, -1)
@@ -103,6 +121,9 @@ def damages(ranks: int) -> dict[str, tuple[Callable[[str], Any], str]]:
         "empty manifest": (lambda f: Path(f, manifest).write_text(""), "manifest.json is damaged"),
         "flipped manifest": (lambda f: _flip(Path(f, manifest), 3000), "manifest.json"),
         "another version": (_version, "manifest.json has version 7 of the format, this release reads version 1"),
+        "world_size": (_reword(f'"world_size": {ranks}', '"world_size": "x"'), "world_size is 'x', expected a number"),
+        "other type": (_reword('"dtype": "float32"', '"dtype": "float16"'), "is float32, and float16 in manifest.json"),
+        "unknown type": (_reword('"dtype": "float32"', '"dtype": "foo"'), "has dtype 'foo', expected one of"),
         "another format": (lambda f: Path(f, manifest).write_text('{"map": {}}'), "manifest.json is no manifest"),
     }
     for number in range(ranks):
@@ -309,6 +330,8 @@ def manager(folder: str, level: str) -> dict[str, Any]:
     results["newest"] = (restored.step, restored.extra, bool(restored.report))
     results["state"] = differing(state, whole_state(model, optimizer))
     results["older"] = other.restore(model, optimizer, step=3).extra
+    odd = ("x", 2.0, True, -1)
+    results["no step"] = [attempt(lambda step=step: other.restore(model, optimizer, step=step)) for step in odd]
     results["gone"] = attempt(lambda: other.restore(model, optimizer, step=1))
     with on_rank(0, full_disk(3000)):
         results["failed"] = attempt(lambda: other.save(4, model, optimizer))
@@ -322,7 +345,21 @@ def manager(folder: str, level: str) -> dict[str, Any]:
     with locked(folder):
         results["another job"] = attempt(lambda: other.save(6, model, optimizer))
     other.save(6, model, optimizer)
+    second = CheckpointManager(folder)
+    second.restore(model, optimizer)
+    results["another manager"] = [attempt(lambda: second.save(7, model, optimizer)) for _ in range(2)]
+    second.close()
+    barrier()
+    tried = subprocess.run([sys.executable, "-c", TRIES, folder], stderr=subprocess.DEVNULL)
+    results["still locked"] = tried.returncode
+    barrier()
+    other.save(7, model, optimizer)
     other.close()
+    second.save(8, model, optimizer)
+    second = CheckpointManager(folder)  # the one before is gone without close()
+    second.restore(model, optimizer)
+    second.save(9, model, optimizer)
+    second.close()
     results["arguments"] = [attempt(lambda keep=keep: CheckpointManager(folder, keep)) for keep in (0, True, "3")]
     return results
 

@@ -19,7 +19,7 @@ def test_damage_is_told_by_every_rank_and_changes_nothing(
     by_rank = ranks(world_size).run(WORKER, "damaged", str(tmp_path), level, timeout=120)
     for results in by_rank:
         assert results.pop("random states")
-        assert len(results) == 6 + 6 * world_size + (world_size > 1)
+        assert len(results) == 9 + 6 * world_size + (world_size > 1)
         for kind, (said, words, changed) in results.items():
             assert said.startswith("CheckpointError: ") and words in said, (kind, said)
             assert changed == [], kind
@@ -84,4 +84,9 @@ def test_manager(ranks: Ranks, tmp_path: Path, world_size: int, level: str) -> N
         assert seen["went back"] == ([3], {"step": "3 again"})
         assert seen["left"] == [".lock", "notes.txt", "step-0000000003"]
         assert "is being written by another job" in seen["another job"]
+        assert len(seen["no step"]) == 4
+        assert all(said.startswith("UsageError: step must be a number") for said in seen["no step"])
+        assert len(seen["another manager"]) == 2
+        assert all("is being written by this process already" in said for said in seen["another manager"])
+        assert seen["still locked"] == 1  # though the second has looked at the lock, and was closed
         assert all(said.startswith("UsageError: keep must be") for said in seen["arguments"])
