@@ -44,7 +44,7 @@ class PipelineOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
     def __init__(self, optimizer: Any, layer: PipelineLayer) -> None:
         """Wrap ``optimizer``, which was made over ``layer.parameters()``; wrappers of fleet are looked through.
 
-        A rank whose stages have no parameters, over which Paddle makes no optimizer, gives None.
+        A rank whose stages have no parameters gives None, or an optimizer over an empty list, which is never stepped.
         """
         inner = optimizer._optim if isinstance(optimizer, PipelineOptimizer) else innermost_optimizer(optimizer)
         if inner is not None or layer.parameters():
@@ -72,15 +72,20 @@ class PipelineOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
         else:
             setattr(self._optim, name, value)
 
+    @property
+    def _steps(self) -> bool:
+        """Whether this rank has anything to step; Paddle's optimizers fail where there is nothing."""
+        return self._optim is not None and any(params for _, params, _ in param_groups(self._optim))
+
     @paddle.no_grad()
     def step(self) -> None:
         """Clip and update this rank's parameters.  Collective over the launch.
 
         Where ``scaler.step(optimizer)`` calls it, an overflow of any rank's gradients skips the step of all.
         """
-        flag = None if self._optim is None else overflow_flag(self._optim)
+        flag = overflow_flag(self._optim) if self._steps else None
         overflow = self._clip(flag is not None and bool(flag))
-        if self._optim is not None:
+        if self._steps:
             if overflow:
                 set_overflow_flag(self._optim, True)  # which the optimizer, and the scaler after it, look at
                 self._count_skipped()
@@ -95,10 +100,10 @@ class PipelineOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
         if not scaler.is_enable():
             self.step()
             return
-        overflow = self._clip(self._optim is not None and unscale_grads(scaler, self._optim))
+        overflow = self._clip(self._steps and unscale_grads(scaler, self._optim))
         if overflow:
             self._count_skipped()
-        if self._optim is None:
+        if not self._steps:
             update_scale(scaler, overflow)
             return
         with without_clips(self._optim, _is_global):
@@ -132,13 +137,13 @@ class PipelineOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
         _logger.warning("step skipped: scaled gradients overflowed (%d skipped so far)", self.skipped_steps)
 
     def _groups(self) -> list[tuple[dict[str, Any], list[Tensor], Any]]:
-        return [] if self._optim is None else param_groups(self._optim)
+        return param_groups(self._optim) if self._steps else []
 
     # ------------------------------------------------------------------------------------------- the rest of the API
 
     def clear_grad(self, set_to_zero: bool = True) -> None:
         """Forget the gradients of this rank's parameters."""
-        if self._optim is not None:
+        if self._steps:
             self._optim.clear_grad(set_to_zero)
 
     clear_gradients = clear_grad
