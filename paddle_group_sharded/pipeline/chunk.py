@@ -14,6 +14,8 @@ __all__ = ["BeforeLayer", "Chunk", "SharedForward"]
 
 _BATCH_NORM = ("_mean", "_variance")
 
+Place = tuple[int, str]  # id of the layer that holds a buffer, and the buffer's name
+
 BeforeLayer = Optional[Callable[[int], None]]
 """Called with the global number of a layer before it runs, in recompute too."""
 
@@ -39,6 +41,7 @@ class Chunk:
         self.start = start
         self.stop = start + len(layers)
         self.layers = list(layers)  # each is called with what the one before returned
+        self._snapshots = _Snapshots()
         self.recompute_interval = recompute_interval  # layers whose activations are computed again together; 0: kept
 
     def __call__(self, x: Any, before_layer: BeforeLayer = None) -> Any:
@@ -48,7 +51,7 @@ class Chunk:
             if self.recompute_interval and paddle.is_grad_enabled() and self._has_params(start, stop):
                 # Saved tensors are found by hooks, not by their place among the inputs, so the inputs may be nested,
                 # and need no gradient.  Random states are ours to keep, see below.
-                replay = _Replay(run, self.layers[start:stop])
+                replay = _Replay(run, self.layers[start:stop], self._snapshots)
                 x = recompute(replay, x, _wants_grad(), use_reentrant=False, preserve_rng_state=False)
             else:
                 x = run(x)
@@ -80,55 +83,92 @@ class Chunk:
 
 
 class _Replay:
-    """Runs layers twice with the same random numbers; the second run leaves all else as if it had not been.
+    """Runs layers twice, from the same random numbers and buffers; the second run leaves all as if it had not been.
 
-    Paddle's own way restores the generators of the current device only, and lets the statistics of a BatchNorm move
-    twice.
+    Paddle's own way restores the generators of the current device only, and lets buffers move twice.
     """
 
-    def __init__(self, run: Callable[[Any], Any], layers: Sequence[Any]) -> None:
+    def __init__(self, run: Callable[[Any], Any], layers: Sequence[Any], snapshots: _Snapshots) -> None:
         self._run = run
         self._layers = layers
+        self._snapshots = snapshots
         self._states: Optional[RandomStates] = None  # of the first run, once it has begun
+        self._values: dict[Place, Any] = {}  # of the buffers before it
 
     def __call__(self, x: Any, _: Any) -> Any:
+        holders = _holders(self._layers)
         if self._states is None:
-            self._states = RandomStates.now()
+            self._states, self._values = RandomStates.now(), self._snapshots.take(holders)
             return self._run(x)
-        now, statistics = RandomStates.now(), [each for layer in self._layers for each in _statistics(layer)]
+        now, buffers = RandomStates.now(), [*_buffers(holders)]
+        statistics = [(tensor, tensor.clone()) for tensor in _statistics(holders)]
+        # Other tensors stand in for the buffers, so what this run writes is lost, but stays as its graph needs it.
+        stand_ins: dict[int, Any] = {}  # by id, since one tensor may have several names
+        for holder, name, tensor in buffers:
+            if tensor.stop_gradient:
+                stand_ins.setdefault(id(tensor), self._values.get((id(holder), name), tensor).clone())
         self._states.restore()
         try:
+            for holder, name, tensor in buffers:
+                setattr(holder, name, stand_ins.get(id(tensor), tensor))
             return self._run(x)
         finally:
             now.restore()
-            for each in statistics:
-                each.restore()
+            for holder, name, tensor in buffers:
+                setattr(holder, name, tensor)
+            with paddle.no_grad():
+                for tensor, value in statistics:
+                    tensor.set_value(value)
 
 
-class _Statistic(NamedTuple):
-    """A tensor that running a layer may change, and what it holds."""
+class _Snapshots:
+    """Copies of buffers; as long as a buffer stays the same, such as a mask, there is one copy of it."""
 
-    holder: Any
-    name: str
-    tensor: Any
-    value: Any
+    def __init__(self) -> None:
+        self._last: dict[Place, Any] = {}
 
-    def restore(self) -> None:
-        if getattr(self.holder, self.name) is not self.tensor:  # it was replaced, not written to
-            setattr(self.holder, self.name, self.tensor)
-        with paddle.no_grad():
-            self.tensor.set_value(self.value)
+    @paddle.no_grad()
+    def take(self, holders: Sequence[Any]) -> dict[Place, Any]:
+        """The present values."""
+        found = {}
+        for holder, name, tensor in _buffers(holders):
+            if not tensor.stop_gradient:  # a weight that a hook has computed and will compute again
+                continue
+            place = id(holder), name
+            last = self._last.get(place)
+            if last is None or not _equal(last, tensor):
+                self._last[place] = tensor.clone()
+            found[place] = self._last[place]
+        return found
 
 
-def _statistics(layer: Any) -> Iterator[_Statistic]:
-    """Buffers, and what a BatchNorm keeps as frozen parameters."""
-    layer = layer.layer if isinstance(layer, SharedForward) else layer
-    for holder in layer.sublayers(include_self=True) if isinstance(layer, paddle.nn.Layer) else ():
-        names = [name for name, _ in holder.named_buffers(include_sublayers=False)]
-        for name in [*names, *_BATCH_NORM]:
+def _equal(a: Any, b: Any) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and bool((a == b).all().item())
+
+
+def _holders(layers: Sequence[Any]) -> list[Any]:
+    """The layers and all their sublayers, each once."""
+    own = [layer.layer if isinstance(layer, SharedForward) else layer for layer in layers]
+    found = [layer.sublayers(include_self=True) for layer in own if isinstance(layer, paddle.nn.Layer)]
+    return list({id(each): each for sublayers in found for each in sublayers}.values())
+
+
+def _buffers(holders: Sequence[Any]) -> Iterator[tuple[Any, str, Any]]:
+    """Holder, name and tensor."""
+    for holder in holders:
+        for name, tensor in list(holder.named_buffers(include_sublayers=False)):
+            if tensor is not None:
+                yield holder, name, tensor
+
+
+def _statistics(holders: Sequence[Any]) -> Iterator[Any]:
+    """What a BatchNorm keeps as frozen parameters, which its forward writes, but does not read while it does."""
+    for holder in holders:
+        own = {id(param) for param in holder.parameters(include_sublayers=False)}
+        for name in _BATCH_NORM:
             tensor = getattr(holder, name, None)
-            if isinstance(tensor, paddle.Tensor) and tensor.stop_gradient:
-                yield _Statistic(holder, name, tensor, tensor.clone())
+            if id(tensor) in own and tensor.stop_gradient:
+                yield tensor
 
 
 def _wants_grad() -> Any:
