@@ -16,7 +16,7 @@ from .build import check_optimizers, gives_optimizer, inner_optimizer, pipeline_
 from .collect import Extras
 from .holding import Holding
 from .manifest import Manifest, TensorEntry
-from .match import LoadReport, Match, match_model, match_states
+from .match import MASTER, LoadReport, Match, match_model, match_states
 from .random_state import set_random_states
 from .read import pieces_of, read_data, read_manifest, read_whole, verify_pieces
 from .subject import Subject
@@ -82,6 +82,10 @@ def load_checkpoint(
     Every checksum is compared before the first byte is taken over, each rank doing its share.  A rank reads the parts
     that it needs, straight into the place where they belong.  With an optimizer, random states are restored where the
     number of ranks is that of the save.
+
+    Values are converted where an element type differs.  Of a 16-bit parameter that is float32 here, the float32 master
+    is read, if the checkpoint has one.  Of a float32 parameter that is 16-bit here, the master starts from the float32
+    value, if an optimizer that keeps masters is given.
     """
     loaded = read_checkpoint(path, model, optimizer, Extras(scaler, lr_scheduler), strict=strict)
     return loaded.extra if strict else (loaded.extra, loaded.report)
@@ -121,6 +125,7 @@ class _Load(NamedTuple):
     subject: Subject
     match: Match
     optimizer: Optional[bool]  # see gives_optimizer(); after _agree whether any rank gives one
+    masters: bool  # whether a weight is read from a master; after _agree of any rank
 
     @classmethod
     def prepare(cls, path: Any, model: Any, optimizer: Optional[Any], strict: bool) -> _Load:
@@ -138,15 +143,14 @@ class _Load(NamedTuple):
         match_model(manifest, names, {name: (held.shape, held.dtype) for name, held in holdings.items()}, match)
         if optimizer is not None:
             match_states(manifest, names, subject.owners(), match)
-        return cls(
-            folder, manifest, TensorFiles(folder, manifest.files), subject, match, gives_optimizer(subject, optimizer)
-        )
+        given, masters = gives_optimizer(subject, optimizer), any(key[0] == "model" for key in match.instead)
+        return cls(folder, manifest, TensorFiles(folder, manifest.files), subject, match, given, masters)
 
 
 def _agree(team: Team, job: _Load, strict: bool) -> tuple[_Load, LoadReport]:
     """What does not fit, of all ranks; raises where ``strict`` forbids it.  Collective."""
     known = [name for names in job.subject.names.all.values() for name in names]
-    said = team.exchange((job.manifest.save, known, job.match.report, job.optimizer), _LABEL)
+    said = team.exchange((job.manifest.save, known, job.match.report, job.optimizer, job.masters), _LABEL)
     for rank, (save, *_) in enumerate(said):
         if save != said[0][0]:
             raise CheckpointError(
@@ -163,13 +167,14 @@ def _agree(team: Team, job: _Load, strict: bool) -> tuple[_Load, LoadReport]:
         raise CheckpointError(f"{job.folder} does not fit; {report}")
     if report:
         _logger.warning("%s does not fit everywhere; %s", job.folder, report)
-    return job._replace(optimizer=optimizer), report
+    return job._replace(optimizer=optimizer, masters=any(each[4] for each in said)), report
 
 
 def _wanted(team: Team, job: _Load) -> list[TensorEntry]:
     """All that any rank will read."""
     model = list(job.manifest.section("model").values())
-    states = list(job.manifest.section("optimizer").values()) if job.optimizer else []
+    optimizer = job.manifest.section("optimizer").items()
+    states = [entry for key, entry in optimizer if job.optimizer or (job.masters and key[1] == MASTER)]
     own = list(job.manifest.section("rank").values()) if job.manifest.world_size == team.world_size else []
     return [*model, *states, *own, *job.manifest.section("data").values()]
 
@@ -214,7 +219,8 @@ def _own_entry(team: Team, job: _Load, holding: Holding, entry: TensorEntry) -> 
     """What this very rank had under the name, where the ranks are those of the save and it differed from the rest."""
     if not holding.is_whole or team.world_size != job.manifest.world_size:
         return entry
-    own = job.manifest.tensors.get(("rank", str(team.rank), "/".join(holding.key)), entry)
+    key = job.match.instead.get(holding.key, holding.key)
+    own = job.manifest.tensors.get(("rank", str(team.rank), "/".join(key)), entry)
     return own if own.shape == entry.shape else entry
 
 

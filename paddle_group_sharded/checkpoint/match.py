@@ -6,12 +6,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .manifest import Manifest, TensorEntry
+from .manifest import Key, Manifest, TensorEntry
 
 __all__ = ["MASTER", "LoadReport", "Match", "StateOwner", "match_model", "match_states"]
 
 
 MASTER = "master_weight"  # the name of a float32 master among an optimizer's states
+_LOW = ("float16", "bfloat16")
+_HIGH = ("float32", "float64")
 
 
 class StateOwner(NamedTuple):
@@ -57,6 +59,7 @@ class Match:
     model: dict[str, TensorEntry] = field(default_factory=dict)  # by first name of the tensor here
     states: dict[str, dict[str, TensorEntry]] = field(default_factory=dict)  # likewise, then by state
     report: LoadReport = field(default_factory=LoadReport)
+    instead: dict[Key, Key] = field(default_factory=dict)  # what is here -> the key that is read for it, where another
 
 
 def match_model(
@@ -65,10 +68,13 @@ def match_model(
     """Find the entry of each tensor of ``names`` (all names by first name) under any of its names.
 
     ``shapes``: shape and dtype by first name.  What is unexpected can be told by all ranks together only.
+
+    A tensor that has more digits here than in the checkpoint is read from its float32 master there.
     """
     entries = {key[0]: entry for key, entry in manifest.section("model").items()}
     for first, every in names.items():
-        entry = next((entries[found] for name in every if (found := manifest.resolve(name)) in entries), None)
+        saved = next((found for name in every if (found := manifest.resolve(name)) in entries), None)
+        entry = None if saved is None else entries[saved]
         shape, dtype = shapes[first]
         if entry is None:
             match.report.missing.append(first)
@@ -78,15 +84,21 @@ def match_model(
             match.report.mismatched.append(f"{first}: expected dtype {dtype}, got {entry.dtype}")
         else:
             match.model[first] = entry
+            key = ("optimizer", saved or first, MASTER)
+            master = manifest.tensors.get(key)
+            if master is not None and master.shape == shape and entry.dtype in _LOW and dtype in _HIGH:
+                match.model[first] = master
+                match.instead["model", first] = key
 
 
 def match_states(
     manifest: Manifest, names: Mapping[str, list[str]], owners: Mapping[str, StateOwner], match: Match
 ) -> None:
-    """Find the states of each of ``owners`` (by first name).
+    """Find the states of each of ``owners`` (by first name), after :func:`match_model`.
 
     A parameter that was never stepped before the save may lack all of its states if it has none here either.  States of
-    parameters that the optimizer here does not have, such as a frozen base under an adapter, are left out silently.
+    parameters that the optimizer here does not have, such as a frozen base under an adapter, are left out silently.  A
+    master that the checkpoint does not have starts from the weight, where that has its digits.
     """
     saved: dict[str, dict[str, TensorEntry]] = {}
     for (name, state), entry in manifest.section("optimizer").items():
@@ -108,7 +120,12 @@ def match_states(
                 match.report.mismatched.append(
                     f"optimizer/{first}/{state}: expected shape {list(expected)}, got {list(entry.shape)}"
                 )
-        if wanted <= set(fitting):  # all or none: moments beside fresh ones would be wrong without an error
+        fresh = not found and not owner.has_states
+        weight = match.model.get(first)
+        if MASTER in owner.states and MASTER not in found and weight is not None and weight.dtype in _HIGH:
+            fitting[MASTER] = weight
+            match.instead["optimizer", first, MASTER] = ("model", first)
+        if fresh or wanted <= set(fitting):  # all or none: moments beside fresh ones would be wrong without an error
             match.states[first] = fitting
 
 

@@ -24,13 +24,13 @@ SAVED_AT, END = 3, 5  # steps
 class Half(nn.Layer):
     """bfloat16 parameters that are stepped as float32 masters: those of whole and of odd sizes."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: str = "bfloat16") -> None:
         super().__init__()
         self.embedding = nn.Embedding(11, 7)
         self.middle = nn.Linear(7, 5)
         self.out = nn.Linear(5, 7)
         for param in self.parameters():
-            value = param.astype("bfloat16")
+            value = param.astype(dtype)
             value._share_buffer_to(param)
 
     def forward(self, ids: Any) -> Any:
@@ -44,10 +44,12 @@ def build(kind: str) -> tuple[Any, Any]:
     if kind in ("AdamW", "Lamb", "Momentum", "SGD"):
         return plain_paddle.build(kind)
     paddle.seed(7)
-    model = Half() if kind.startswith("half") else plain_paddle.Rich()
+    model = plain_paddle.Rich()
+    if kind.startswith(("half", "full")):
+        model = Half("bfloat16" if kind.startswith("half") else "float32")
     if kind == "ASGD":
         return model, paddle.optimizer.ASGD(0.05, batch_num=3, parameters=model.parameters())
-    if kind == "half Lamb":
+    if kind.endswith(" Lamb"):
         return model, paddle.optimizer.Lamb(0.05, parameters=model.parameters(), multi_precision=True)
     return model, paddle.optimizer.AdamW(0.05, parameters=model.parameters(), multi_precision=True)
 
@@ -102,6 +104,74 @@ def load_all(folder: str, kind: str, sources: list[str]) -> dict[str, Any]:
                 far = max(abs(one - other) for one, other in zip(losses, again))
             results[f"{source} -> {place}-{dist.get_world_size()}"] = (wrong, far)
     return results
+
+
+def precisions(folder: str, rule: str) -> dict[str, list[str]]:
+    """Weights of 16 bits with masters into those of 32 bits, and back; the names of what differs."""
+    results: dict[str, list[str]] = {}
+    levels = ("os", "p_g_os")
+    for source in levels:
+        fresh()
+        model, optimizer = make(f"half{rule}", source)
+        plain_paddle.train(model, optimizer, 0, SAVED_AT)
+        save_checkpoint(f"{folder}/half", model, optimizer)
+        half = _named_alike(model, optimizer)
+        masters = {name.replace("master ", "model "): value for name, value in half.items() if "master " in name}
+        assert len(masters) == 5
+        states = {name: value for name, value in half.items() if name.startswith("state ")}
+        for steps in (0, SAVED_AT):
+            fresh()
+            model, optimizer = make(f"full{rule}", source)
+            plain_paddle.train(model, optimizer, 10, 10 + steps)
+            save_checkpoint(f"{folder}/full{steps}", model, optimizer)
+            full = {name: value for name, value in _named_alike(model, optimizer).items() if "master " not in name}
+            Path(f"{folder}/full{steps}-{dist.get_rank()}.pickle").write_bytes(pickle.dumps(full))
+        for target in ("plain", *levels):
+            for given in (True, False):
+                fresh()
+                model, optimizer = make(f"full{rule}", target)
+                load_checkpoint(f"{folder}/half", model, optimizer if given else None)
+                found = _named_alike(model, optimizer)
+                expected = {**masters, **states} if given else masters
+                results[f"half {source} -> full {target} {given}"] = differing(
+                    expected, {name: value for name, value in found.items() if name in expected}
+                )
+            for saved in (0, SAVED_AT):
+                for stepped in (0, 2) if target != "plain" else (0,):
+                    if stepped > saved == 0:
+                        continue  # the checkpoint lacks states that are here
+                    fresh()
+                    model, optimizer = make(f"half{rule}", target)
+                    plain_paddle.train(model, optimizer, 20, 20 + stepped)
+                    load_checkpoint(f"{folder}/full{saved}", model, optimizer)
+                    full = pickle.loads(Path(f"{folder}/full{saved}-{dist.get_rank()}.pickle").read_bytes())
+                    expected = {name: value for name, value in full.items() if name.startswith("state ")}
+                    for name, value in full.items():
+                        if name.startswith("model "):
+                            expected[name.replace("model ", "master ")] = value
+                            expected[name] = paddle.to_tensor(value).astype("bfloat16").numpy()
+                    found = _named_alike(model, optimizer)
+                    way = f"full{saved} {source} -> half {target} {stepped}"
+                    results[way] = differing(expected, {name: found[name] for name in expected if name in found})
+                    if saved == 0 and target != "plain":  # the first step is a first step
+                        results[f"{way} trains"] = _differing_powers(model, optimizer, f"half{rule}", target)
+    return results
+
+
+def _named_alike(model: Any, optimizer: Any) -> dict[str, Any]:
+    """States of a master under the names that those of a float32 parameter have."""
+    return {name.replace("_fp32_master_0", ""): value for name, value in whole_state(model, optimizer).items()}
+
+
+def _differing_powers(model: Any, optimizer: Any, kind: str, place: str) -> list[str]:
+    """What counts steps, after one step, beside that of a model that has loaded nothing."""
+    powers = []
+    for each in ((model, optimizer), make(kind, place)):
+        plain_paddle.train(*each, 0, 1)
+        found = _named_alike(*each)
+        powers.append({name: value for name, value in found.items() if "_pow_acc" in name})
+    assert len(powers[1]) == 10
+    return differing(powers[1], powers[0])
 
 
 def plain_reference(folder: str, kind: str, source: str) -> list[str]:

@@ -47,3 +47,11 @@ def test_replicas_write_once_and_share_the_work(ranks: Ranks, tmp_path: Path) ->
             assert sum(seen["written"]) == seen["elements"]
             assert len(seen["written"]) == 4 and max(seen["written"]) < 0.35 * seen["elements"]
         assert ranks(1).run(WORKER, "plain_reference", str(tmp_path), "AdamW", level) == [[]]
+
+
+@pytest.mark.parametrize("rule", ["", " Lamb"])
+def test_masters_are_weights_and_weights_masters(ranks: Ranks, tmp_path: Path, rule: str) -> None:
+    for results in ranks(2).run(WORKER, "precisions", str(tmp_path), rule, timeout=120):
+        assert len(results) == 2 * (3 * 2 + 2 + 2 * 3 + 2)
+        for way, wrong in results.items():
+            assert wrong == [], way
