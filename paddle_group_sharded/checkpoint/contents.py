@@ -100,7 +100,7 @@ def _lazy(files: TensorFiles, entry: TensorEntry) -> LazyTensor:
             found = files.entry(piece.file, piece.key).dtype
             if found != entry.dtype:
                 path = files.folder / piece.file
-                raise CheckpointError(f"{path}: {piece.key!r} is {found}, and {entry.dtype} in {MANIFEST_FILE}")
+                raise CheckpointError(f"{path}: {piece.key!r} is {found}, expected {entry.dtype} as in {MANIFEST_FILE}")
             files.read_into(piece.file, piece.key, low - piece.start, array[low - start : high - start])
         return array
 

@@ -71,7 +71,7 @@ def verify_pieces(
             entry = files.entry(piece.file, piece.key)
             path = files.folder / piece.file
             if entry.dtype != dtype:
-                raise CheckpointError(f"{path}: {piece.key!r} is {entry.dtype}, and {dtype} in {MANIFEST_FILE}")
+                raise CheckpointError(f"{path}: {piece.key!r} is {entry.dtype}, expected {dtype} as in {MANIFEST_FILE}")
             count = math.prod(entry.shape)
             if count != piece.stop - piece.start:
                 expected = piece.stop - piece.start

@@ -122,7 +122,7 @@ def damages(ranks: int) -> dict[str, tuple[Callable[[str], Any], str]]:
         "flipped manifest": (lambda f: _flip(Path(f, manifest), 3000), "manifest.json"),
         "another version": (_version, "manifest.json has version 7 of the format, this release reads version 1"),
         "world_size": (_reword(f'"world_size": {ranks}', '"world_size": "x"'), "world_size is 'x', expected a number"),
-        "other type": (_reword('"dtype": "float32"', '"dtype": "float16"'), "is float32, and float16 in manifest.json"),
+        "other type": (_reword('"dtype": "float32"', '"dtype": "float16"'), "is float32, expected float16 as in"),
         "unknown type": (_reword('"dtype": "float32"', '"dtype": "foo"'), "has dtype 'foo', expected one of"),
         "another format": (lambda f: Path(f, manifest).write_text('{"map": {}}'), "manifest.json is no manifest"),
     }
