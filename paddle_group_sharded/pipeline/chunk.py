@@ -135,8 +135,7 @@ class _Snapshots:
             if not tensor.stop_gradient:  # a weight that a hook has computed and will compute again
                 continue
             place = id(holder), name
-            last = self._last.get(place)
-            if last is None or not _equal(last, tensor):
+            if place not in self._last or not _equal(self._last[place], tensor):
                 self._last[place] = tensor.clone()
             found[place] = self._last[place]
         return found
@@ -166,7 +165,7 @@ def _statistics(holders: Sequence[Any]) -> Iterator[Any]:
     for holder in holders:
         own = {id(param) for param in holder.parameters(include_sublayers=False)}
         for name in _BATCH_NORM:
-            tensor = getattr(holder, name, None)
+            tensor: Any = getattr(holder, name, None)
             if id(tensor) in own and tensor.stop_gradient:
                 yield tensor
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from pathlib import Path
 from typing import Any, Optional, Union
@@ -82,9 +83,13 @@ class PipelineParallel(ParallelMembers, nn.Layer):  # type: ignore[misc]
 
         ``data`` is ``[inputs, labels]`` of the whole batch of this replica, or an iterator of micro-batches, see
         :func:`.batches.cut`.  Only the first stage needs inputs, and only the last one labels.  Each micro-batch
-        counts by its number of samples, so the loss, a 0-d tensor, is that of the whole batch; with
-        ``return_micro_batch_loss`` it is a 1-D tensor of the micro-batches' shares, which add up to it.  With several
-        loss functions a list with one entry each is returned; number ``loss_fn_idx`` is differentiated.
+        counts by its number of samples, so the loss, a 0-d tensor, is that of the whole batch if the loss function is
+        a mean over samples; of one that sums, it is the mean of the micro-batches' sums, weighted by their samples.
+        With ``return_micro_batch_loss`` it is a 1-D tensor of the micro-batches' shares, which add up to it.  With
+        several loss functions a list with one entry each is returned; number ``loss_fn_idx`` is differentiated.
+
+        A ``lr_scheduler`` whose ``step`` asks for metrics, such as ``ReduceOnPlateau``, gets that loss; with several
+        replicas, whose losses differ, :class:`UsageError` before anything has run.
 
         Random numbers are drawn from seeds that depend on the step (``random_step``), the replica, the micro-batch and
         the layer, see :mod:`.step_seeds`.
@@ -92,6 +97,13 @@ class PipelineParallel(ParallelMembers, nn.Layer):  # type: ignore[misc]
         Raises StopIteration where an iterator has ended: on every rank, with nothing changed.
         """
         wrapped = self._wrap(optimizer)
+        asks = lr_scheduler is not None and _asks_for_metrics(lr_scheduler)
+        if asks and self._layers.grid.num_replicas > 1:
+            raise UsageError(
+                f"{type(lr_scheduler).__name__} needs one number for all {self._layers.grid.num_replicas} replicas, "
+                f"but each has a loss of its own; leave lr_scheduler out, average the losses over the replicas, and "
+                f"call its step(loss)"
+            )
         loss = self.forward_backward_pipeline(
             data, scaler, loss_fn_idx=loss_fn_idx, return_micro_batch_loss=return_micro_batch_loss, optimizer=wrapped
         )
@@ -101,7 +113,8 @@ class PipelineParallel(ParallelMembers, nn.Layer):  # type: ignore[misc]
             wrapped.step()
         wrapped.clear_grad()
         if lr_scheduler is not None:
-            lr_scheduler.step()
+            own = loss[loss_fn_idx] if isinstance(loss, list) else loss
+            lr_scheduler.step(*[float(own.sum().item())] if asks else [])  # of several micro-batches: of their shares
         return loss
 
     def forward_backward_pipeline(
@@ -215,6 +228,12 @@ class PipelineParallel(ParallelMembers, nn.Layer):  # type: ignore[misc]
         count = range(len(losses.shares))
         found = [losses.each(index) if each else losses.total(index) for index in count]
         return found[0] if len(found) == 1 else found
+
+
+def _asks_for_metrics(scheduler: Any) -> bool:
+    """Whether ``scheduler.step`` cannot be called without an argument."""
+    params = inspect.signature(scheduler.step).parameters.values()
+    return any(each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD for each in params)
 
 
 def pipeline_parallel(

@@ -6,8 +6,8 @@ While :class:`WeightGrads` is installed, each dense or convolution layer runs as
     weight -> [weight half] -> y        kept aside with dy; its own backward adds to ``weight.grad``, now or later
 
 The weight half is Paddle's own graph of the layer's own forward, so its gradients, hooks, casts and accumulation are
-Paddle's.  All other layers compute all gradients at once; so do layers with a forward of their own, be it of their class
-or of one object, and layers whose weight is made anew for each call, such as by ``spectral_norm``.
+Paddle's.  All other layers compute all gradients at once; so do layers with a forward of their own, be it of their
+class or of one object, with hooks, and with a weight that is made anew for each call, such as by ``spectral_norm``.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class WeightGrads:
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
         """Let the layers run as two halves within the block."""
-        ours = [layer for layer in self._layers if "forward" not in vars(layer)]  # a user may replace that of one object
+        ours = [layer for layer in self._layers if "forward" not in vars(layer)]  # users replace that of one object
         for layer in ours:
             layer.forward = self._halved(layer, layer.forward)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Callable
 
 import numpy as np
@@ -85,3 +86,31 @@ def ending(world_size: int) -> list[str]:
         messages.append(message_of(lambda stream=stream: [model.train_batch(stream, optimizer) for _ in range(2)]))
     assert model.random_step == 3
     return messages
+
+
+def plateau(num_stages: int) -> dict[str, Any]:
+    """A scheduler that looks at the loss, beside a loop in plain Paddle; replicas have no common loss."""
+    seen: dict[str, Any] = {"rates": [], "refused": "accepted"}
+    for losses in (1, 2):
+        plain, layer = pair(entries, num_stages=num_stages, loss_fn=[F.mse_loss, F.l1_loss][:losses])
+        rates = [optim.lr.ReduceOnPlateau(0.5, factor=0.5, patience=0, threshold=0.05) for _ in range(2)]
+        reference = optim.SGD(rates[0], parameters=plain.parameters())
+        model, optimizer = pipeline_parallel(layer, optim.SGD(rates[1], parameters=layer.parameters()), 2)
+        for step in range(6):
+            rng = np.random.RandomState(step)
+            x, y = (paddle.to_tensor(rng.randn(4, width).astype("float32")) for width in (6, 5))
+            if layer.grid.num_replicas > 1:
+                seen["refused"] = message_of(functools.partial(model.train_batch, [x, y], optimizer, rates[1]))
+                return {**seen, "runs": model.random_step}
+            loss = [F.mse_loss, F.l1_loss][losses - 1](plain(x), y)
+            loss.backward()
+            reference.step()
+            reference.clear_grad()
+            rates[0].step(float(loss.item()))
+            model.train_batch(
+                [x, y], optimizer, rates[1], loss_fn_idx=losses - 1, return_micro_batch_loss=step % 2 == 1
+            )
+            seen["rates"].append([rate() for rate in rates])
+        seen[f"weights {losses}"] = distance(plain, model)
+        model.close()
+    return seen
