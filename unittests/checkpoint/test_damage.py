@@ -37,7 +37,7 @@ def test_a_failing_save_leaves_the_one_before(ranks: Ranks, tmp_path: Path, worl
             "a file": ("CheckpointError", "is a file, expected a folder"),
             "below a file": ("CheckpointError", "Not a directory"),
             "not a path": ("UsageError", "path must be the path of a folder, got int"),
-            "an object": ("UsageError", "extra['set'] is a set, which a checkpoint cannot hold"),
+            "an object": ("UsageError", "extra['set'] is of type set, which a checkpoint cannot hold"),
             "another model's optimizer": ("UsageError", "optimizer"),
             "locked": ("CheckpointError", "is being written by another job (process "),
         }
