@@ -111,3 +111,13 @@ def test_auto_casts_tells_whether_dtypes_are_changed() -> None:
     finally:
         tracer._amp_level = before
     assert not compat.auto_casts()
+
+
+def test_has_forward_hooks() -> None:
+    layer = paddle.nn.Linear(2, 2)
+    assert not compat.has_forward_hooks(layer)
+    for register in (layer.register_forward_pre_hook, layer.register_forward_post_hook):
+        handle = register(lambda *given: None)
+        assert compat.has_forward_hooks(layer)
+        handle.remove()
+        assert not compat.has_forward_hooks(layer)
