@@ -132,7 +132,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--heads", type=int, default=4, help="attention heads")
     add("--seq", type=int, default=64, help="bytes in a window")
     add("--batch", type=int, default=8, help="windows in a step, over all ranks and micro-batches")
-    add("--steps", type=int, default=800, help="optimizer steps")
+    add("--steps", type=int, default=600, help="optimizer steps")
     add("--accumulate", type=int, help="micro-batches in a step (default: 1, of a pipeline twice its stages)")
     add("--amp", choices=AMP, default="none", help="O1, O2: auto_cast, on accelerators only; bf16: see below")
     add("--amp-dtype", choices=("bfloat16", "float16"), default="bfloat16", help="float16 adds a GradScaler")
