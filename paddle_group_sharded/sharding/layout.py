@@ -19,10 +19,11 @@ from functools import cached_property, reduce
 from operator import mul
 from typing import Optional, Union
 
-__all__ = ["ALIGN", "RUN_LIMIT", "SMALL", "GroupLayout", "ParamSlot", "Piece", "Run"]
+from ..comm.reduction import SMALL
+
+__all__ = ["ALIGN", "RUN_LIMIT", "GroupLayout", "ParamSlot", "Piece", "Run"]
 
 ALIGN = 16  # elements; 64 bytes of float32, the widest vectors and the cache lines of today's processors
-SMALL = 2**14  # elements up to which a gradient is packed with its neighbours; a copy costs less than a message then
 RUN_LIMIT = 2**20  # elements of a packed stretch: bounds the memory beside the gradients
 
 

@@ -237,19 +237,20 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
         vector = paddle.to_tensor([*flags, *reached, *sums], dtype="float64")
         comm.all_reduce(vector, "gradients used and their norms").wait()
         some_written, left, *values = vector.tolist()
-        if some_written:
-            written = next(filter(None, comm.exchange(written, "parameters changed in a forward")))
-            raise written
-        flags = [left, *values[: len(params)]]
+        flags = [some_written, left, *values[: len(params)]]
         if dp_comm.world_size > 1:
             over_replicas = paddle.to_tensor(flags, dtype="float64")
             dp_comm.all_reduce(over_replicas, "gradients used", op="max").wait()
             flags = over_replicas.tolist()
         if flags[0] > 0:
+            label = "parameters changed in a forward"
+            written = next(filter(None, comm.exchange(written, label)), None)
+            raise next(filter(None, dp_comm.exchange(written, label)))  # replicas may not have seen it themselves
+        if flags[1] > 0:
             self._engine.reducer.reduce_left()
             return self._agree()
         used = []
-        for param, flag in zip(params, flags[1:]):
+        for param, flag in zip(params, flags[2:]):
             param.reached = flag > 0
             if param.reached and param.expects_grad:
                 used.append(param)

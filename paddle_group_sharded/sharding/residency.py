@@ -167,7 +167,7 @@ class Residency:
         for group in list(self._idle):
             if group not in self._pinned:
                 del self._idle[group]
-                self.written = self.written or group.end_use()
+                self._end(group)
 
     def on_grad(self, param: ShardedParam) -> None:
         """The backward pass under way has finished with ``param``; with the last of its group's, with the group.
@@ -187,7 +187,11 @@ class Residency:
         self._held.pop(group, None)
         if group.users == 0 and group not in self._pinned:
             self._idle.pop(group, None)
-            self.written = self.written or group.end_use()
+            self._end(group)
+
+    def _end(self, group: ParamGroup) -> None:
+        error = group.end_use()  # which releases the group, whatever was found before
+        self.written = self.written or error
 
     def take_written(self) -> Optional[UsageError]:
         """What stands in :attr:`written`, which is forgotten, or what uses that have not ended would add to it."""

@@ -23,6 +23,7 @@ from paddle_group_sharded import (
     unwrap,
 )
 from unittests.harness import fresh
+from unittests.sharding.dygraph_arguments import grid_groups
 
 Tensor = Any
 LEVELS = ("os", "os_g", "p_g_os")
@@ -462,3 +463,40 @@ def deep_copies(level: str) -> dict[str, Any]:
     step(model, optimizer)
     before = {name: value.numpy() for name, value in copied.state_dict().items()}
     return {"message": message, "copied": before, "moved": model.state_dict()}
+
+
+class Wide(nn.Layer):
+    """Two layers of one group each, both of which change their weight where ``writes`` says so."""
+
+    class Block(nn.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = self.create_parameter([300, 300])
+            self.writes = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = paddle.matmul(x, self.weight * 1.0)
+            if self.writes:
+                self.weight.set_value(self.weight * 0.5)
+            return out
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(self.Block(), self.Block(), self.Block())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+
+def several_written(writers: list[int], rows: list[list[int]], columns: list[list[int]]) -> dict[str, Any]:
+    """All layers write on the ``writers``: how many groups stay whole after backward, and what the step says."""
+    group, dp_group = grid_groups(rows, columns) if rows else (None, None)
+    fresh(0)
+    net = Wide()
+    for block in net.blocks:
+        block.writes = dist.get_rank() in writers
+    optimizer = paddle.optimizer.SGD(0.1, parameters=net.parameters())
+    model, optimizer, _ = group_sharded_parallel(net, optimizer, "p_g_os", group=group, dp_group=dp_group)
+    model(paddle.ones([2, 300])).mean().backward()
+    whole = [each.name for each in model._engine.groups if each.state.value != "sharded"]
+    return {"whole": whole, "message": error_of(optimizer.step)}

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paddle_group_sharded.sharding.layout import ALIGN, RUN_LIMIT, SMALL, GroupLayout, ParamSlot, Piece, Run
+from paddle_group_sharded.comm.reduction import SMALL
+from paddle_group_sharded.sharding.layout import ALIGN, RUN_LIMIT, GroupLayout, ParamSlot, Piece, Run
 
 SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), max_size=8)
 WORLD_SIZES = st.integers(1, 64)

@@ -189,3 +189,15 @@ def test_deep_copies(ranks: Ranks, level: str) -> None:
         assert "UsageError: a model that has been through group_sharded_parallel cannot be copied" in found["message"]
         assert set(found["copied"]) == set(found["moved"])
         assert not (found["copied"]["first.weight"] == found["moved"]["first.weight"]).any()
+
+
+def test_several_parameters_written_in_a_forward(ranks: Ranks) -> None:
+    """Every group is released all the same, and replicas whose own ranks wrote nothing get the error too."""
+    pool = ranks(2)
+    quiet = pool.run(WORKER, "several_written", [], [], [])
+    for clean, found in zip(quiet, pool.run(WORKER, "several_written", [0, 1], [], [])):
+        assert clean["message"] == "" and found["whole"] == clean["whole"]
+        assert found["message"].startswith("UsageError: parameter 'blocks.")
+    grid = ([[0, 1], [2, 3]], [[0, 2], [1, 3]])
+    messages = {found["message"] for found in ranks(4).run(WORKER, "several_written", [0, 1], *grid)}
+    assert len(messages) <= 2 and all("was changed while its layer was called" in message for message in messages)
