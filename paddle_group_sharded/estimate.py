@@ -16,8 +16,8 @@ from typing import Any
 from .errors import UsageError
 from .sharding.facts import ParamFacts
 from .sharding.forecast import formula_bytes
-from .sharding.forecast_text import aligned, bytes_text, count_text
 from .sharding.level import Level, Placements
+from .tables import aligned, bytes_text, count_text
 
 __all__ = ["register"]
 
@@ -85,7 +85,7 @@ def _formula(parameters: int, ranks: Sequence[int], optimizer: str, dtype: str) 
     ]
     headings = ["level", "bytes a parameter", *(f"{number} rank{'s' * (number > 1)}" for number in ranks)]
     title = f"{count_text(parameters)} parameters, {optimizer}, {dtype}: parameters, gradients and states of one rank"
-    return f"{title}\n{aligned(headings, rows)}\nActivations, and at p_g_os the layers that compute, come on top."
+    return f"{title}\n{aligned([headings, *rows])}\nActivations, and at p_g_os the layers that compute, come on top."
 
 
 def _per_parameter(kinds: tuple[int, int, int], placements: Placements) -> str:

@@ -15,8 +15,8 @@ from .errors import UsageError
 from .plan_check import PlanCheck, PlanRow, measured_step
 from .plan_facts import ModelFacts
 from .sharding.forecast import Forecast, data_parallel, sharded
-from .sharding.forecast_text import aligned, bytes_text, count_text
 from .sharding.level import Level
+from .tables import aligned, bytes_text, count_text
 
 __all__ = ["Plan", "PlanRow", "plan"]
 
@@ -81,7 +81,7 @@ class Plan:
                 for row in self.rows
                 if row.world_size == world_size
             ]
-            texts.append(f"{title}\n{aligned(['level', *_COLUMNS, 'sent', 'collectives'], lines)}")
+            texts.append(f"{title}\n{aligned([['level', *_COLUMNS, 'sent', 'collectives'], *lines])}")
         return "\n\n".join(texts)
 
 

@@ -11,9 +11,9 @@ from .errors import UsageError
 from .paddle_compat import accumulators, element_size, has_memory
 from .sharding.allocator import PeakMeter
 from .sharding.forecast import RankForecast
-from .sharding.forecast_text import aligned, bytes_text, count_text
 from .sharding.model import ShardedModel
 from .sharding.optimizer import ShardedOptimizer
+from .tables import aligned, bytes_text, count_text
 
 __all__ = ["CheckRow", "PlanCheck", "PlanRow", "measured_step"]
 
@@ -72,7 +72,7 @@ class PlanCheck:
         for row in self.rows:
             text = shown.get(row.name, bytes_text)
             lines.append([row.name, text(row.measured), text(row.predicted), f"{row.ratio:.3f}"])
-        return f"{self.title}\n{aligned(['', 'measured', 'predicted', 'ratio'], lines)}"
+        return f"{self.title}\n{aligned([['', 'measured', 'predicted', 'ratio'], *lines])}"
 
 
 @contextmanager

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, Optional
 
 from ..errors import UsageError
+from ..tables import size_text
 from .compare import Differs, compare
 from .contents import Contents
-from .describe import describe, size_text
+from .describe import describe
 from .manifest import MANIFEST_FILE, Manifest
 from .read import pieces_of, read_manifest, verify_pieces
 from .sources import open_source

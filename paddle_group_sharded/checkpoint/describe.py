@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Optional
 
+from ..tables import aligned, size_text
 from .contents import Contents, LazyTensor
 from .dtypes import itemsize
 from .manifest import Manifest
 
-__all__ = ["describe", "size_text", "table"]
+__all__ = ["describe"]
 
 
 def describe(contents: Contents, files: int, manifest: Optional[Manifest] = None) -> str:
@@ -27,7 +28,7 @@ def describe(contents: Contents, files: int, manifest: Optional[Manifest] = None
         pieces = str(len(manifest.tensors["model", name].pieces)) if manifest is not None else "1"
         shape = str(list(tensor.shape))
         rows.append((shown, shape, tensor.dtype, size_text(tensor.size), pieces, " ".join(states.get(name, []))))
-    return "\n".join([table(rows, right=(3, 4)), "", *_totals(contents, files), *_facts(contents)])
+    return "\n".join([aligned(rows, right=(3, 4)), "", *_totals(contents, files), *_facts(contents)])
 
 
 def _totals(contents: Contents, files: int) -> list[str]:
@@ -54,30 +55,3 @@ def _facts(contents: Contents) -> list[str]:
             text = str(value)
             lines.append(f"{name}: {text if len(text) <= 200 else text[:197] + '...'}")
     return lines
-
-
-def size_text(size: int) -> str:
-    """Bytes for people.
-
-    >>> size_text(1000), size_text(3 * 2**20)
-    ('1000 B', '3.0 MiB')
-    """
-    value, unit = float(size), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):  # noqa: B007 - the last one is used
-        if value < 1024 or unit == "TiB":
-            break
-        value /= 1024
-    return f"{size} B" if unit == "B" else f"{value:.1f} {unit}"
-
-
-def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """Columns side by side; those in ``right`` end at the same place."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)

@@ -18,6 +18,7 @@ from ..comm import Comm
 from ..errors import UsageError
 from ..paddle_compat import has_grad, innermost_optimizer, overflow_flag, param_groups, set_overflow_flag
 from ..paddle_pipeline import clip_of, step_with_scaler, unscale_grads, update_scale, without_clips
+from ..wrapped_optimizer import WrappedOptimizer
 from .layer import PipelineLayer
 
 __all__ = ["PipelineOptimizer"]
@@ -26,17 +27,11 @@ Tensor = Any
 
 _logger = logging.getLogger(__name__)
 
-_OWN = frozenset(("_optim", "_layer", "_comm", "skipped_steps"))
 
+class PipelineOptimizer(WrappedOptimizer):
+    """The user's optimizer over this rank's parameters, with a ``step()`` that is collective over the pipeline."""
 
-class PipelineOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
-    """A ``paddle.optimizer.Optimizer`` over this rank's parameters, whose ``step()`` is collective over the pipeline.
-
-    What this class does not define is read from and written to the wrapped optimizer, ``optimizer._optim``.
-    """
-
-    # Set through __dict__, because attributes are written to the wrapped optimizer otherwise.
-    _optim: Any
+    _own = frozenset(("_optim", "_layer", "_comm", "skipped_steps"))
     _layer: PipelineLayer
     _comm: Comm
     skipped_steps: int  # steps that an overflow of scaled gradients has skipped
@@ -49,7 +44,8 @@ class PipelineOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
         inner = optimizer._optim if isinstance(optimizer, PipelineOptimizer) else innermost_optimizer(optimizer)
         if inner is not None or layer.parameters():
             _check(inner, optimizer, layer)
-        self.__dict__.update(_optim=inner, _layer=layer, _comm=layer.comm, skipped_steps=0)
+        super().__init__(inner)
+        self.__dict__.update(_layer=layer, _comm=layer.comm, skipped_steps=0)
 
     def is_of(self, layer: PipelineLayer) -> bool:
         """Whether it steps the parameters of ``layer``."""
@@ -58,19 +54,6 @@ class PipelineOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
     def wraps(self, optimizer: Any) -> bool:
         """Whether this is the wrapper of ``optimizer``."""
         return innermost_optimizer(optimizer) is self._optim
-
-    def __getattr__(self, name: str) -> Any:
-        """Read from the wrapped optimizer what is not defined here."""
-        if name in _OWN or "_optim" not in self.__dict__:
-            raise AttributeError(name)
-        return getattr(self.__dict__["_optim"], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Write to the wrapped optimizer what is not this object's own."""
-        if name in _OWN:
-            self.__dict__[name] = value
-        else:
-            setattr(self._optim, name, value)
 
     @property
     def _steps(self) -> bool:
@@ -148,11 +131,6 @@ class PipelineOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
 
     clear_gradients = clear_grad
 
-    def minimize(self, loss: Any, *args: Any, **kwargs: Any) -> tuple[None, list[Any]]:
-        """:meth:`step`, for code that calls ``minimize`` after a backward."""
-        self.step()
-        return None, []
-
     def state_dict(self) -> dict[str, Any]:
         """The states of this rank's parameters; keys follow the parameters' automatic names, as in one process."""
         state: dict[str, Any] = self._optim.state_dict()
@@ -163,18 +141,6 @@ class PipelineOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
         self._optim.set_state_dict(state_dict)
 
     load_state_dict = set_state_dict
-
-    def get_lr(self) -> float:
-        """The present learning rate."""
-        return float(self._optim.get_lr())
-
-    def set_lr(self, value: float) -> None:
-        """Set the learning rate."""
-        self._optim.set_lr(value)
-
-    def set_lr_scheduler(self, scheduler: Any) -> None:
-        """Set the scheduler of the learning rate."""
-        self._optim.set_lr_scheduler(scheduler)
 
 
 def _check(inner: Any, given: Any, layer: PipelineLayer) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Callable, NamedTuple, Optional
 
 from ..errors import UsageError
+from ..tables import aligned, size_text
 from .partition import Number
 from .segment import Segmentation, by_weight
 
@@ -70,7 +71,7 @@ def table(segmentation: Segmentation, layers: Sequence[LayerFacts]) -> str:
         rows.append(row)
     balances = [("layers", segmentation.balance([1] * segmentation.num_layers))]
     balances += [(m.title, segmentation.balance(m.values(layers))) for m in known]
-    lines = [f"segment with method: {segmentation.method}; bounds: {list(segmentation.bounds)}", *_align(rows)]
+    lines = [f"segment with method: {segmentation.method}; bounds: {list(segmentation.bounds)}", aligned(rows)]
     lines.append("balance (max/mean): " + ", ".join(f"{title} {value:.2f}" for title, value in balances))
     lines += filter(None, (_better_bounds(segmentation, m, m.values(layers)) for m in known if m.advise))
     return "\n".join(lines)
@@ -92,19 +93,11 @@ class _Measure(NamedTuple):
         return f"{self.unit(value)} ({100 * float(value) / float(whole) if whole else 0:.1f} %)"
 
 
-def _size(value: Number) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024 or unit == "GiB":
-            break
-        value = value / 1024
-    return f"{value:.0f} B" if unit == "B" else f"{float(value):.1f} {unit}"
-
-
 _MEASURES = (
     _Measure("parameters", lambda layer: layer.parameters, lambda value: f"{value:,}"),
-    _Measure("bytes", lambda layer: layer.size_bytes, _size, advise=False),
+    _Measure("bytes", lambda layer: layer.size_bytes, size_text, advise=False),
     _Measure("time", lambda layer: layer.time, lambda value: f"{1000 * float(value):.2f} ms", share=True),
-    _Measure("memory", lambda layer: layer.memory_bytes, _size),
+    _Measure("memory", lambda layer: layer.memory_bytes, size_text),
     _Measure("weight", lambda layer: layer.weight, lambda value: f"{float(value):g}", share=True),
 )
 
@@ -131,12 +124,6 @@ def _better_bounds(segmentation: Segmentation, measure: _Measure, weights: Seque
         f"better bounds by {measure.title}: {list(best.bounds)} "
         f"(largest {part} {measure.unit(then)} instead of {measure.unit(now)})"
     )
-
-
-def _align(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns of equal width, the first to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
 
 
 def _check_length(segmentation: Segmentation, entries: Sequence[object], what: str) -> None:

@@ -29,6 +29,7 @@ from ..paddle_compat import (
     set_overflow_flag,
     step_units,
 )
+from ..wrapped_optimizer import WrappedOptimizer
 from .engine import Engine
 from .fusion import Batch, Fusion, Step
 from .group import ParamGroup
@@ -46,25 +47,6 @@ Unit = Union[PieceUnit, WholeUnit]
 
 _logger = logging.getLogger(__name__)
 
-_OWN = frozenset(
-    (
-        "_optim",
-        "_engine",
-        "_groups",
-        "_units",
-        "_owners",
-        "_whole",
-        "_master",
-        "_unscaled",
-        "offload",
-        "skipped_steps",
-        "_states",
-        "_fusion",
-        "views",
-    )
-)
-
-
 @dataclass
 class OptimGroup:
     """One parameter group of the user's optimizer."""
@@ -74,16 +56,30 @@ class OptimGroup:
     clip: Any
 
 
-class ShardedOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
+class ShardedOptimizer(WrappedOptimizer):
     """A ``paddle.optimizer.Optimizer`` whose states, and fp32 master weights, are sharded.
 
     ``step()``, ``clear_grad()``, ``state_dict()``, ``set_state_dict()`` and ``clip_grad_norm_()`` are collective over
-    the sharding group.  What this class does not define is read from and written to the wrapped optimizer,
-    ``optimizer._optim``: rates, schedulers, parameter groups.
+    the sharding group.  Rates, schedulers and parameter groups are those of the wrapped optimizer.
     """
 
-    # Set through __dict__, because attributes are written to the wrapped optimizer otherwise.
-    _optim: Any
+    _own = frozenset(
+        (
+            "_optim",
+            "_engine",
+            "_groups",
+            "_units",
+            "_owners",
+            "_whole",
+            "_master",
+            "_unscaled",
+            "offload",
+            "skipped_steps",
+            "_states",
+            "_fusion",
+            "views",
+        )
+    )
     _engine: Engine
     _groups: list[OptimGroup]
     _units: dict[ShardedParam, Unit]
@@ -98,8 +94,8 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
 
     def __init__(self, inner: Any, engine: Engine, offload: bool = False) -> None:
         """Take over ``inner`` with the states that it has.  Collective."""
+        super().__init__(inner)
         own = self.__dict__
-        own["_optim"] = inner
         own["_engine"] = engine
         own["offload"] = offload
         own["skipped_steps"] = 0
@@ -120,19 +116,6 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
         self._states.before_change = self._fusion.dissolve
         self._states.adopt()
         own["views"] = Views(engine, self._states)  # whole gradients and states by name
-
-    def __getattr__(self, name: str) -> Any:
-        """Read from the wrapped optimizer what is not defined here."""
-        if name in _OWN or "_optim" not in self.__dict__:
-            raise AttributeError(name)
-        return getattr(self.__dict__["_optim"], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Write to the wrapped optimizer what is not this object's own."""
-        if name in _OWN:
-            self.__dict__[name] = value
-        else:
-            setattr(self._optim, name, value)
 
     # ------------------------------------------------------------------------------------------------ construction
 
@@ -380,11 +363,6 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
         """:meth:`clear_grad` by the name that newer Paddle releases offer too."""
         self.clear_grad(set_to_zero=not set_to_none)
 
-    def minimize(self, loss: Any, *args: Any, **kwargs: Any) -> tuple[None, list[Any]]:
-        """:meth:`step`, for code that calls ``scaler.minimize(optimizer, scaled_loss)`` after ``backward()``."""
-        self.step()
-        return None, []
-
     def apply_gradients(self, params_grads: Any) -> None:
         """Refused: gradients are sharded, and Paddle's own method would step nothing of them."""
         raise UsageError("apply_gradients() cannot see the sharded gradients; call step()")
@@ -426,15 +404,3 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):  # type: ignore[misc]
         commit()
 
     load_state_dict = set_state_dict
-
-    def get_lr(self) -> float:
-        """The present learning rate."""
-        return float(self._optim.get_lr())
-
-    def set_lr(self, value: float) -> None:
-        """Set the learning rate."""
-        self._optim.set_lr(value)
-
-    def set_lr_scheduler(self, scheduler: Any) -> None:
-        """Set the scheduler of the learning rate."""
-        self._optim.set_lr_scheduler(scheduler)
