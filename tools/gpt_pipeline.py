@@ -13,6 +13,7 @@ import numpy as np
 import paddle
 import paddle.nn.functional as F
 from gpt import Block, Embedding, GPTConfig, LayerNorm
+from gpt_optimizer import adamw
 from paddle import nn
 from train_report import Measured
 
@@ -50,7 +51,7 @@ def gpt_name(name: str, config: GPTConfig) -> str:
 class PipelineTrainer:
     """What ``train_gpt.Trainer`` does, by ``train_batch`` and ``eval_batch``; all calls are collective."""
 
-    def __init__(self, options: Any, corpus: Any, ranks: Any, rate_at: Any) -> None:
+    def __init__(self, options: Any, corpus: Any, ranks: Any) -> None:
         self.options, self.corpus, self.ranks = options, corpus, ranks
         self.measured = Measured()
         self.config = GPTConfig(options.layers, options.width, options.heads, options.seq, options.dropout)
@@ -60,16 +61,7 @@ class PipelineTrainer:
         self.layer, self.grid = layer, layer.grid
         counted = [float(parameter.size) for parameter in layer.parameters() if layer.shared.counted(parameter)]
         self.num_parameters = round(ranks.sum([sum(counted)])[0] / self.grid.num_replicas)
-        self.scheduler = paddle.optimizer.lr.LambdaDecay(options.lr, lambda step: rate_at(step, options) / options.lr)
-        decaying = {parameter.name for parameter in layer.parameters() if parameter.ndim > 1}
-        optimizer = paddle.optimizer.AdamW(
-            learning_rate=self.scheduler,
-            beta2=0.95,
-            parameters=layer.parameters(),
-            weight_decay=options.weight_decay,
-            apply_decay_param_fun=lambda name: name in decaying,
-            grad_clip=nn.ClipGradByGlobalNorm(options.clip) if options.clip else None,
-        )
+        self.scheduler, optimizer = adamw(layer.parameters(), options)
         self.model, self.optimizer = pipeline_parallel(layer, optimizer, options.accumulate, options.schedule)
 
     def step(self, index: int) -> float:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import sys
 import time
@@ -25,6 +24,7 @@ import paddle.distributed as dist
 import paddle.nn.functional as F
 from corpus import Corpus, CorpusError, Windows
 from gpt import GPT, GPTConfig, generate
+from gpt_optimizer import adamw
 from gpt_pipeline import PipelineTrainer
 from paddle.distributed import fleet
 from train_checkpoints import Checkpoints
@@ -68,17 +68,7 @@ class Trainer:
         paddle.seed(options.seed)  # the same weights on every rank
         net = new_model(options)
         self.num_parameters = sum(int(np.prod(parameter.shape)) for parameter in net.parameters())
-        self.scheduler = paddle.optimizer.lr.LambdaDecay(options.lr, lambda step: rate_at(step, options) / options.lr)
-        decaying = {parameter.name for parameter in net.parameters() if parameter.ndim > 1}
-        optimizer = paddle.optimizer.AdamW(
-            learning_rate=self.scheduler,
-            beta2=0.95,
-            parameters=net.parameters(),
-            weight_decay=options.weight_decay,
-            apply_decay_param_fun=lambda name: name in decaying,
-            grad_clip=paddle.nn.ClipGradByGlobalNorm(options.clip) if options.clip else None,
-            multi_precision=options.amp in ("O2", "bf16"),
-        )
+        self.scheduler, optimizer = adamw(net.parameters(), options)
         if options.amp == "O2":
             net, optimizer = paddle.amp.decorate(net, optimizer, level="O2", dtype=options.amp_dtype)
         fp16 = options.amp in ("O1", "O2") and options.amp_dtype == "float16"
@@ -172,7 +162,7 @@ class Stages(PipelineTrainer):
     """The same steps, on a model that is spread over ranks; it is saved at the end, weights only."""
 
     def __init__(self, options: Any, corpus: Corpus, ranks: Ranks) -> None:
-        super().__init__(options, corpus, ranks, rate_at)
+        super().__init__(options, corpus, ranks)
 
     def validate(self, windows: int = VALIDATION_WINDOWS) -> float:
         """Mean loss over the validation windows of all replicas; collective."""
@@ -194,14 +184,6 @@ def new_model(options: Any) -> GPT:
 def last_step(options: Any) -> int:
     """Where this launch ends."""
     return int(options.steps if options.stop_at is None else min(options.stop_at, options.steps))
-
-
-def rate_at(step: int, options: Any) -> float:
-    """Learning rate of a step: up in a line during ``--warmup``, then down in half a cosine to ``--min-lr``."""
-    if step < options.warmup:
-        return float(options.lr * (step + 1) / options.warmup)
-    done = min(1.0, (step - options.warmup) / max(1, options.steps - options.warmup))
-    return float(options.min_lr + (options.lr - options.min_lr) * (1 + math.cos(math.pi * done)) / 2)
 
 
 def window_losses(model: paddle.nn.Layer, batch: Windows, part: slice) -> paddle.Tensor:

@@ -5,16 +5,13 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
-from launching import launch  # runs a subprocess
 
-from unittests.harness.ports import PortLease
-from unittests.tools import TOOLS
+from unittests.tools import run_tool  # runs a subprocess
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("sklearn") is None or importlib.util.find_spec("matplotlib") is None,
@@ -23,20 +20,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def run(folder: Path, ranks: int, *arguments: str) -> tuple[int, str]:
-    lease = PortLease(1)
-    try:
-        return launch(
-            TOOLS / "train_alexnet.py",
-            *["--output", str(folder), *arguments],
-            ranks=ranks,
-            log_dir=folder / "log",
-            port=lease.ports[0],
-            timeout=500,
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(TOOLS.parent), "OMP_NUM_THREADS": "1"},
-        )
-    finally:
-        lease.release()
+    return run_tool("train_alexnet.py", folder, ranks, "--output", str(folder), *arguments, timeout=500)
 
 
 def test_two_stages_learn_the_digits(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import re
 from pathlib import Path
@@ -12,10 +11,8 @@ from typing import Any, Optional
 
 import numpy as np
 import pytest
-from launching import launch  # runs a subprocess
 
-from unittests.harness.ports import PortLease
-from unittests.tools import TOOLS
+from unittests.tools import TOOLS, run_tool  # runs a subprocess
 
 # Dropout and two micro-batches: what a resumed run, or another level, would get wrong first.
 SMALL = "--layers 2 --width 16 --heads 2 --seq 16 --batch 8 --accumulate 2 --dropout 0.1 --lr 0.001 --sample 8".split()
@@ -27,21 +24,8 @@ class Run:
 
     def __init__(self, folder: Path, ranks: int, *arguments: str) -> None:
         self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
-        lease = PortLease(1)
-        try:
-            self.status, self.output = launch(
-                TOOLS / "train_gpt.py",
-                *["--save", str(folder), *arguments],
-                ranks=ranks,
-                log_dir=folder / "log",
-                port=lease.ports[0],
-                timeout=240,
-                cwd=folder,
-                env={**os.environ, "PYTHONPATH": str(TOOLS.parent), "OMP_NUM_THREADS": "1"},
-            )
-        finally:
-            lease.release()
+        arguments = ("--save", str(folder), *arguments)
+        self.status, self.output = run_tool("train_gpt.py", folder, ranks, *arguments, timeout=240)
 
     def number(self, label: str) -> float:
         """The first number after ``label`` and blanks."""
