@@ -24,6 +24,7 @@ from .action import Kind, Plan, round_robin
 from .batches import Batch, cut
 from .chunk import Chunk
 from .desc import is_shared_desc
+from .grid import Ranks
 from .layer import PipelineLayer
 from .losses import Losses, LossMeter
 from .lowering import add_grad_reduce, add_transfers
@@ -46,12 +47,6 @@ class Result(NamedTuple):
 
     losses: Optional[Losses]  # of this rank's pipeline; None where no loss was asked for
     outputs: Optional[list[Any]]  # of each micro-batch, on the last stage, when no loss was asked for
-
-
-class _Ranks(NamedTuple):
-    """What :func:`create_comm` needs of a group."""
-
-    ranks: tuple[int, ...]
 
 
 class _Links(NamedTuple):
@@ -218,7 +213,7 @@ class Engine:
         mail = Mail(self._comm, self._grid, plan, self._timeout)
         if self._grid.num_replicas == 1:
             return _Links(mail, None, None)
-        comm = create_comm(_Ranks(self._grid.replica_ranks), self._timeout)
+        comm = create_comm(Ranks(self._grid.replica_ranks), self._timeout)
         return _Links(mail, ReplicaAverage(comm), comm)
 
     def _finish_gradients(self) -> None:
