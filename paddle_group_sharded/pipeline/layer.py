@@ -45,6 +45,10 @@ class PipelineLayer(PaddleMembers, nn.Layer):  # type: ignore[misc]  # Paddle is
     process that builds the same list.
 
     Without launch and with one stage it is an ordinary layer.  Collective over all ranks of the launch.
+
+    Raises :class:`UsageError`, on every rank alike and before anything is built, for a grid that the ranks of the
+    launch do not fill, for bounds or patterns that do not cut the list, for what cannot stand in it
+    (:class:`DescTypeError`), and where ranks describe different models.
     """
 
     def __init__(

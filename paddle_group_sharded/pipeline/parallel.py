@@ -253,6 +253,21 @@ def pipeline_parallel(
 
     Returns the model, whose ``train_batch`` and ``eval_batch`` run it, and the optimizer, whose ``step`` is collective.
     Collective over all ranks of the launch; ``world size // num_stages`` replicas train on batches of their own.
+
+    Raises :class:`UsageError` for an optimizer of other parameters, and for a schedule that does not fit the stages
+    and chunks; :class:`.simulate.ScheduleError` for a plan that would deadlock or leaves something out.
+
+    >>> import paddle
+    >>> from paddle import nn
+    >>> from paddle_group_sharded import LayerDesc, PipelineLayer, pipeline_parallel
+    >>> layers = PipelineLayer([LayerDesc(nn.Linear, 4, 8), LayerDesc(nn.Linear, 8, 2)], 1, loss_fn=nn.MSELoss(), seed=1)
+    start segment network..
+    ...
+    >>> optimizer = paddle.optimizer.SGD(0.1, parameters=layers.parameters())
+    >>> model, optimizer = pipeline_parallel(layers, optimizer, micro_batches=3)
+    >>> loss = model.train_batch([paddle.ones([6, 4]), paddle.zeros([6, 2])], optimizer)
+    >>> loss.shape == [] and float(model.eval_batch([paddle.ones([6, 4]), paddle.zeros([6, 2])], True)) < float(loss)
+    True
     """
     model = PipelineParallel(pipeline_layer, micro_batches=micro_batches, schedule=schedule, timeout=timeout)
     return model, PipelineOptimizer(optimizer, pipeline_layer)

@@ -53,7 +53,7 @@ def forward_only(num_stages: int, num_micro_batches: int, num_chunks: int = 1) -
 
 
 def gpipe(num_stages: int, num_micro_batches: int, num_chunks: int = 1) -> Plan:
-    """All forwards, then all backwards.
+    """All forwards, then all backwards (GPipe, arXiv 1811.06965).
 
     Bubble ``(p-1)(F+B)``; every rank keeps the activations of all ``m`` micro-batches.
 
@@ -77,6 +77,7 @@ def gpipe(num_stages: int, num_micro_batches: int, num_chunks: int = 1) -> Plan:
 def one_f_one_b(num_stages: int, num_micro_batches: int, num_chunks: int = 1) -> Plan:
     """One forward, one backward: each rank starts backwards as soon as it can, and so keeps few activations.
 
+    The schedule of arXiv 2104.04473, section 2.2.1.
     Bubble ``(p-1)(F+B)`` as for :func:`gpipe`; rank ``r`` keeps ``min(p-r, m)`` micro-batches.
 
     >>> from paddle_group_sharded.pipeline.render import grid
@@ -92,6 +93,7 @@ def one_f_one_b(num_stages: int, num_micro_batches: int, num_chunks: int = 1) ->
 def interleaved(num_stages: int, num_micro_batches: int, num_chunks: int = 1) -> Plan:
     """1F1B over ``v`` chunks per rank, which makes the bubble ``v`` times shorter and sends ``v`` times as much.
 
+    After arXiv 2104.04473, section 2.2.2, for any number of micro-batches.
     Micro-batches pass the chunks in groups.  A group has at least ``p`` of them, so that its first one is back from
     the other ranks when the rank is through with the group; within this limit groups are as small and as equal as can
     be, the larger ones first, since the first group's size ``g`` decides how much is kept.  Any ``m`` will do.

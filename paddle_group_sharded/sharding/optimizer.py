@@ -228,7 +228,8 @@ class ShardedOptimizer(WrappedOptimizer):
         if flags[0] > 0:
             label = "parameters changed in a forward"
             written = next(filter(None, comm.exchange(written, label)), None)
-            raise next(filter(None, dp_comm.exchange(written, label)))  # replicas may not have seen it themselves
+            error = next(filter(None, dp_comm.exchange(written, label)))  # replicas may not have seen it themselves
+            raise error
         if flags[1] > 0:
             self._engine.reducer.reduce_left()
             return self._agree()

@@ -13,6 +13,9 @@ __all__ = ["buckets", "collectives", "replica_numels"]
 # paddle.DataParallel fills buckets of gradients until they hold so many bytes; the first parameters' bucket is small.
 _BUCKETS = (2**20, 25 * 2**20)
 
+# The optimizer tells in front of its flags whether a forward changed a parameter, and whether gradients were left.
+_SIGNALS = 2
+
 
 def buckets(params: Sequence[ParamFacts]) -> list[tuple[int, ...]]:
     """The numbers of the parameters of each bucket of ``paddle.DataParallel``, in registration order."""
@@ -38,7 +41,7 @@ def collectives(
 ) -> list[tuple[str, int]]:
     """Every collective of a step inside the sharding group, with its elements; calls without any count as nothing."""
     sharded_groups = [group for group in groups if group.sharded]
-    traffic = [("all_reduce", 2 + step.num_flags + step.num_norms)]
+    traffic = [("all_reduce", _SIGNALS + step.num_flags + step.num_norms)]
     if sharded_groups:
         gathers = [moment.number for moment in step.moments if moment.kind is Kind.GATHER]
         traffic += [("all_gather", sharded_groups[index].layout.numel) for index in gathers]
@@ -61,7 +64,7 @@ def replica_numels(
     params: Sequence[ParamFacts], groups: Sequence[GroupFacts], placements: Placements, step: StepFacts
 ) -> list[int]:
     """Elements of each all-reduce over the replicas."""
-    numels = [1 + step.num_flags]
+    numels = [_SIGNALS + step.num_flags]
     for group in groups:
         if not any(params[index].expects_grad for index in group.members):
             continue
