@@ -260,7 +260,8 @@ def pipeline_parallel(
     >>> import paddle
     >>> from paddle import nn
     >>> from paddle_group_sharded import LayerDesc, PipelineLayer, pipeline_parallel
-    >>> layers = PipelineLayer([LayerDesc(nn.Linear, 4, 8), LayerDesc(nn.Linear, 8, 2)], 1, loss_fn=nn.MSELoss(), seed=1)
+    >>> entries = [LayerDesc(nn.Linear, 4, 8), LayerDesc(nn.Linear, 8, 2)]
+    >>> layers = PipelineLayer(entries, num_stages=1, loss_fn=nn.MSELoss(), seed=1)
     start segment network..
     ...
     >>> optimizer = paddle.optimizer.SGD(0.1, parameters=layers.parameters())
