@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Optional
 
 import numpy as np
@@ -25,6 +25,7 @@ __all__ = [
     "add_pending_states",
     "allocated_bytes",
     "bind_view",
+    "bind_views",
     "copy_options",
     "create_accumulators",
     "current_host",
@@ -114,12 +115,17 @@ def bind_view(tensor: Tensor, buffer: Tensor, start: int, stop: int) -> None:
 
     What it held before is given up; tensors that autograd saved see the new memory.
     """
-    if start == stop:
-        return
-    shape = list(tensor.shape)
-    dense = tensor.get_tensor()
-    dense._share_data_with(buffer.get_tensor()._slice(start, stop))
-    dense._set_dims(shape)
+    bind_views(buffer, [(tensor, start, stop, list(tensor.shape))])
+
+
+def bind_views(buffer: Tensor, places: Iterable[tuple[Tensor, int, int, list[int]]]) -> None:
+    """Do as :func:`bind_view` for each tensor, start, stop and shape: asking a tensor for its shape takes longest."""
+    memory = buffer.get_tensor()
+    for tensor, start, stop, shape in places:
+        if start != stop:
+            dense = tensor.get_tensor()
+            dense._share_data_with(memory._slice(start, stop))
+            dense._set_dims(shape)
 
 
 def release(tensor: Tensor) -> None:

@@ -1,7 +1,9 @@
-"""Step time and memory of every sharding level beside paddle.DataParallel: the table of the README.
+"""Step time and memory of every sharding level beside paddle.DataParallel, the formula and plan(): the README's table.
 
     python tools/bench_levels.py                  a minute, on a small GPT
     python tools/bench_levels.py --large          101 M parameters; some minutes, 12 GB of memory
+    python tools/bench_levels.py --large --memory --ranks 4
+    python tools/bench_levels.py --offload        p_g_os with offload=True as well
 
 Times are measured with all models alive in the same two processes, a step of each in turn, so that whatever else the
 machine does hits all of them alike; memory is measured with each model in processes of its own.
@@ -16,14 +18,15 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any, Callable, Optional
 
 from launching import launch
 from zero_formula import LEVELS, formula, state_bytes
 
-RANKS = 2
+OFFLOAD = "p_g_os, offload"  # on CPU the host is the device: the copies of the pieces and their moves still cost
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,8 @@ WARMUP = 3
 class Job:
     """A model at one level, and its optimizer."""
 
-    def __init__(self, level: str, size: Size) -> None:
+    def __init__(self, level: Optional[str], size: Size) -> None:
+        """``level`` None: not wrapped."""
         import paddle
         from gpt import GPT, GPTConfig
 
@@ -60,29 +64,36 @@ class Job:
         self.parameters = sum(int(parameter.size) for parameter in net.parameters())
         self.tokens = paddle.randint(0, 256, [size.windows, size.seq + 1])
         self.optimizer: Any = paddle.optimizer.AdamW(1e-4, parameters=net.parameters(), weight_decay=0.01)
+        self.model: Any = net
         if level == "none":
-            self.model: Any = paddle.DataParallel(net)
-        else:
-            self.model, self.optimizer, _ = group_sharded_parallel(net, self.optimizer, level)
+            self.model = paddle.DataParallel(net)
+        elif level is not None:
+            self.model, self.optimizer, _ = group_sharded_parallel(
+                net, self.optimizer, level.split(",")[0], offload=level == OFFLOAD
+            )
+
+    def loss(self) -> Any:
+        """Of the forward pass."""
+        from paddle.nn.functional import cross_entropy
+
+        return cross_entropy(self.model(self.tokens[:, :-1]), self.tokens[:, 1:])
 
     def step(self, after_backward: Callable[[], None] = lambda: None) -> float:
         """One step; its seconds, which ``after_backward`` is part of."""
-        from paddle.nn.functional import cross_entropy
-
         started = time.perf_counter()
-        cross_entropy(self.model(self.tokens[:, :-1]), self.tokens[:, 1:]).backward()
+        self.loss().backward()
         after_backward()
         self.optimizer.step()
         self.optimizer.clear_grad()
         return time.perf_counter() - started
 
 
-def measure_times(size: Size) -> dict[str, list[float]]:
+def measure_times(size: Size, levels: Sequence[str]) -> dict[str, list[float]]:
     """Seconds of ``size.rounds`` steps of each level, taken in turn."""
     import paddle.distributed as dist
 
-    jobs = {level: Job(level, size) for level in LEVELS}
-    seconds: dict[str, list[float]] = {level: [] for level in LEVELS}
+    jobs = {level: Job(level, size) for level in levels}
+    seconds: dict[str, list[float]] = {level: [] for level in levels}
     for step in range(WARMUP + size.rounds):
         for level, job in jobs.items():
             dist.barrier()  # nobody pays for what a rank is behind in the level before
@@ -103,43 +114,68 @@ def measure_memory(level: str, size: Size) -> dict[str, float]:
     return {"parameters": job.parameters, "states": live[-1] - int(job.tokens.size) * 8, "peak": peak_bytes()}
 
 
-def work(task: str, size: Size, output: str) -> None:
-    """The body of one rank: a level's memory, or all levels' times; rank 0 writes what it found."""
+def predict_peaks(size: Size, ranks: int) -> dict[str, int]:
+    """Bytes of each level, by ``plan()``."""
+    from paddle_group_sharded import plan
+
+    job = Job(None, size)
+    found = plan(job.model, job.optimizer, world_size=ranks, sample=job.loss)
+    return {level: found.row(level, ranks).peak for level in LEVELS}
+
+
+def work(task: str, size: Size, options: argparse.Namespace) -> None:
+    """The body of one rank: a level's memory, all levels' times, or the plan; rank 0 writes what it found."""
     import paddle.distributed as dist
     from paddle.distributed import fleet
 
-    fleet.init(is_collective=True, log_level="WARNING")
-    found = measure_times(size) if task == "times" else measure_memory(task, size)
+    found: Any
+    if task == "plan":
+        found = predict_peaks(size, options.ranks)
+    else:
+        fleet.init(is_collective=True, log_level="WARNING")
+        found = measure_times(size, levels_of(options)) if task == "times" else measure_memory(task, size)
     if dist.get_rank() == 0:
-        Path(output).write_text(json.dumps(found), encoding="utf-8")
+        Path(options.output).write_text(json.dumps(found), encoding="utf-8")
 
 
 # --------------------------------------------------------------------------------------------------------- the parent
 
 
-def measure(task: str, large: bool) -> Any:
+def levels_of(options: argparse.Namespace) -> list[str]:
+    """The rows of the table."""
+    return [*LEVELS, *[OFFLOAD] * options.offload]
+
+
+def measure(task: str, options: argparse.Namespace) -> Any:
     """What rank 0 of a launch of ``task`` found; SystemExit with the end of its output if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder, "found.json")
-        arguments = ["--task", task, "--output", str(found), *["--large"] * large]
-        status, output = launch(Path(__file__), *arguments, ranks=RANKS, log_dir=Path(folder))
+        arguments = ["--task", task, "--output", str(found), "--ranks", str(options.ranks)]
+        arguments += ["--large"] * options.large + ["--offload"] * options.offload
+        ranks = 1 if task == "plan" else options.ranks
+        status, output = launch(Path(__file__), *arguments, ranks=ranks, log_dir=Path(folder))
         if status:
             sys.exit(f"bench_levels.py: {task} ended with status {status}: {output[-4000:]}")
         return json.loads(found.read_text(encoding="utf-8"))
 
 
-def summarize(times: dict[str, list[float]], memory: dict[str, dict[str, float]]) -> list[dict[str, Any]]:
-    """A row for each level; a ratio is that of the medians."""
+def summarize(
+    times: dict[str, list[float]], memory: dict[str, dict[str, float]], peaks: dict[str, int], ranks: int
+) -> list[dict[str, Any]]:
+    """A row for each level of ``memory``; a ratio is that of the medians, None where no times were taken."""
     rows = []
-    for level in LEVELS:
+    for level, found in memory.items():
+        known = level.split(",")[0]
         rows.append(
             {
                 "level": level,
-                "step_ms": 1e3 * statistics.median(times[level]),
-                "ratio": statistics.median(times[level]) / statistics.median(times["none"]),
-                "states_mb": memory[level]["states"] / 1e6,
-                "formula_mb": state_bytes(level, int(memory[level]["parameters"]), RANKS) / 1e6,
-                "peak_mb": memory[level]["peak"] / 1e6,
+                "ranks": ranks,
+                "step_ms": 1e3 * statistics.median(times[level]) if times else None,
+                "ratio": statistics.median(times[level]) / statistics.median(times["none"]) if times else None,
+                "states_mb": found["states"] / 1e6,
+                "formula_mb": state_bytes(known, int(found["parameters"]), ranks) / 1e6,
+                "peak_mb": found["peak"] / 1e6,
+                "planned_mb": peaks[known] / 1e6,
             }
         )
     return rows
@@ -148,14 +184,16 @@ def summarize(times: dict[str, list[float]], memory: dict[str, dict[str, float]]
 def markdown(rows: list[dict[str, Any]]) -> str:
     """The rows as the README shows them."""
     lines = [
-        "| level | step | ratio | model states | ZeRO formula (bytes a parameter) | peak |",
-        "|---|---|---|---|---|---|",
+        "| level | ranks | step | ratio | model states | ZeRO formula (bytes a parameter) | peak | `plan()` |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        name = "`paddle.DataParallel`" if row["level"] == "none" else f"`{row['level']}`"
+        level, *offload = row["level"].split(",")
+        name = "`paddle.DataParallel`" if level == "none" else f"`{level}`{' with offload' if offload else ''}"
+        time_ = "- | -" if row["step_ms"] is None else f"{row['step_ms']:.0f} ms | {row['ratio']:.2f}"
         lines.append(
-            f"| {name} | {row['step_ms']:.0f} ms | {row['ratio']:.2f} | {row['states_mb']:.1f} MB "
-            f"| {row['formula_mb']:.1f} MB ({formula(row['level'])}) | {row['peak_mb']:.1f} MB |"
+            f"| {name} | {row['ranks']} | {time_} | {row['states_mb']:.1f} MB "
+            f"| {row['formula_mb']:.1f} MB ({formula(level)}) | {row['peak_mb']:.1f} MB | {row['planned_mb']:.1f} MB |"
         )
     return "\n".join(lines)
 
@@ -164,19 +202,23 @@ def main() -> None:
     """Parse, then be the parent or a rank."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--large", action="store_true", help="8 blocks of width 1024, 16 tokens a rank")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--memory", action="store_true", help="take no times")
+    parser.add_argument("--offload", action="store_true", help="a row for p_g_os with offload=True")
     parser.add_argument("--json", metavar="FILE", help="write the numbers there as well")
     parser.add_argument("--task", help=argparse.SUPPRESS)
     parser.add_argument("--output", help=argparse.SUPPRESS)
     options = parser.parse_args()
     size = LARGE if options.large else SMALL
     if options.task:
-        return work(options.task, size, options.output)
-    memory = {level: measure(level, options.large) for level in LEVELS}
-    rows = summarize(measure("times", options.large), memory)
-    print(
-        f"{RANKS} ranks, {memory['none']['parameters']:,} parameters, {size.windows * size.seq} tokens a rank and step,"
-    )
-    print(f"fp32, AdamW, {os.environ.get('OMP_NUM_THREADS', '1')} thread a rank; medians of {size.rounds} steps\n")
+        return work(options.task, size, options)
+    memory = {level: measure(level, options) for level in levels_of(options)}
+    times = {} if options.memory else measure("times", options)
+    rows = summarize(times, memory, measure("plan", options), options.ranks)
+    parameters = memory["none"]["parameters"]
+    print(f"{options.ranks} ranks, {parameters:,} parameters, {size.windows * size.seq} tokens a rank and step,")
+    timed = f"; medians of {size.rounds} steps" if times else ""
+    print(f"fp32, AdamW, {os.environ.get('OMP_NUM_THREADS', '1')} thread a rank{timed}\n")
     print(markdown(rows))
     if options.json:
         Path(options.json).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")

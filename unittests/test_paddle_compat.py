@@ -73,6 +73,16 @@ def test_flat_view_shares_memory_and_outlives_its_tensor() -> None:
     assert compat.flat_view(paddle.to_tensor(3.0)).shape == [1]
 
 
+def test_bind_views_cuts_one_buffer_for_many() -> None:
+    first, second, nothing = paddle.zeros([2, 3]), paddle.zeros([4]), paddle.zeros([0, 2])
+    buffer = paddle.arange(12, dtype="float32")
+    compat.bind_views(buffer, [(first, 1, 7, [2, 3]), (nothing, 7, 7, [0, 2]), (second, 8, 12, [4])])
+    assert first.tolist() == [[1, 2, 3], [4, 5, 6]] and second.tolist() == [8, 9, 10, 11]
+    assert list(nothing.shape) == [0, 2]
+    buffer.scale_(2.0)
+    assert first.tolist() == [[2, 4, 6], [8, 10, 12]] and second.tolist() == [16, 18, 20, 22]
+
+
 def test_bind_view_keeps_the_shape_and_is_seen_by_autograd() -> None:
     layer, buffer = linear(), ramp(10)
     compat.bind_view(layer.weight, buffer, 2, 8)

@@ -23,6 +23,7 @@ from ..comm.base import Comm, Server, Work
 from ..errors import UsageError
 from ..paddle_compat import (
     bind_view,
+    bind_views,
     flat_view,
     has_memory,
     release,
@@ -71,6 +72,9 @@ class ParamGroup:
         self.params = [
             ShardedParam(name, tensor, self, index, optimized=False, numel=self.layout.slots[index].numel)
             for index, (name, tensor) in enumerate(tensors)
+        ]
+        self._places = [  # of the tensors in the full buffer
+            (tensor, slot.start, slot.stop, list(slot.shape)) for (_, tensor), slot in zip(tensors, self.layout.slots)
         ]
         self.pieces: tuple[Optional[Piece], ...] = tuple(
             self.layout.piece(index, comm.rank) for index in range(len(tensors))
@@ -155,8 +159,7 @@ class ParamGroup:
 
     def bind(self) -> None:
         """Make the parameters views of the full buffer."""
-        for param, slot in zip(self.params, self.layout.slots):
-            bind_view(param.tensor, self.full, slot.start, slot.stop)
+        bind_views(self.full, self._places)
 
     def bind_anything(self) -> None:
         """After a gather that failed inside a backward pass: memory without meaning, so that the pass can end."""
@@ -175,9 +178,9 @@ class ParamGroup:
             self.gather()
         if self.touched_outside:
             self.store_full()
-        for param in self.params:
-            if param.numel:
-                release(param.tensor)
+        for tensor, start, stop, _ in self._places:
+            if start != stop:
+                release(tensor)
         self.full = None
         if self._lent is not None:
             self._pool.give(self._lent)

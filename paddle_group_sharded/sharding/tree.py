@@ -26,6 +26,9 @@ def tensors_kept_by(layer: Any) -> Iterator[Any]:
 
 def tensors_in(value: Any) -> Iterator[Any]:
     """Yield every tensor in ``value``: tuples, lists, dicts, dataclasses and plain objects, nested in any way."""
+    if isinstance(value, paddle.Tensor):  # as most layers return
+        yield value
+        return
     stack, seen = [value], set()
     while stack:
         item = stack.pop()

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import bench_checkpoint
+import bench_levels
 import bench_scaling
 import bench_sharding
 import pytest
@@ -35,6 +36,22 @@ def test_rows_of_the_sharding_benchmark() -> None:
     assert sharded["other_ms"] == pytest.approx(80 - 20 - 20 - 10 - 5)  # 20: forward and backward of the bare model
     text = bench_sharding.markdown([plain, sharded])
     assert "| `os` | 130.0 ms | 0.85 (0.80 to 0.90) | 49.0 | +165 %" in text
+
+
+def test_rows_of_the_levels() -> None:
+    memory = {"none": {"parameters": 1e6, "states": 20e6, "peak": 21e6},
+              "p_g_os": {"parameters": 1e6, "states": 4e6, "peak": 5e6},
+              bench_levels.OFFLOAD: {"parameters": 1e6, "states": 5e6, "peak": 6e6}}  # fmt: skip
+    times = {"none": [0.2, 0.1, 0.3], "p_g_os": [0.1, 0.1, 0.4], bench_levels.OFFLOAD: [0.3, 0.3, 0.3]}
+    rows = bench_levels.summarize(times, memory, {"none": 22_000_000, "p_g_os": 5_500_000}, ranks=4)
+    assert [row["ratio"] for row in rows] == pytest.approx([1.0, 0.5, 1.5])
+    assert bench_levels.markdown(rows).splitlines()[2:] == [
+        "| `paddle.DataParallel` | 4 | 200 ms | 1.00 | 20.0 MB | 16.0 MB (16) | 21.0 MB | 22.0 MB |",
+        "| `p_g_os` | 4 | 100 ms | 0.50 | 4.0 MB | 4.0 MB (16/N) | 5.0 MB | 5.5 MB |",
+        "| `p_g_os` with offload | 4 | 300 ms | 1.50 | 5.0 MB | 4.0 MB (16/N) | 6.0 MB | 5.5 MB |",
+    ]
+    untimed = bench_levels.summarize({}, memory, {"none": 22_000_000, "p_g_os": 5_500_000}, ranks=4)
+    assert "| `p_g_os` | 4 | - | - | 4.0 MB |" in bench_levels.markdown(untimed)
 
 
 def test_lines_of_the_scaling_benchmark() -> None:
