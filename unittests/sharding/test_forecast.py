@@ -98,10 +98,10 @@ def test_one_rank_sends_nothing() -> None:
 
 
 def test_replicas() -> None:
-    """Each averages its shard: 2 (Psi / N) (R - 1) / R more, and the flags."""
+    """Each averages its shard: 2 (Psi / N) (R - 1) / R more, and two signals and the flags."""
     for level in (Level.OS_G, Level.P_G_OS):
         more = forecast(level, 4, dp_size=2).sent - forecast(level, 4).sent
-        assert more == pytest.approx(2 * (PSI / 4) / 2 + 2 * (1 + COUNT) / 2)
+        assert more == pytest.approx(2 * (PSI / 4) / 2 + 2 * (2 + COUNT) / 2)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
