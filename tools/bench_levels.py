@@ -126,13 +126,12 @@ def predict_peaks(size: Size, ranks: int) -> dict[str, int]:
 def work(task: str, size: Size, options: argparse.Namespace) -> None:
     """The body of one rank: a level's memory, all levels' times, or the plan; rank 0 writes what it found."""
     import paddle.distributed as dist
-    from paddle.distributed import fleet
 
     found: Any
     if task == "plan":
         found = predict_peaks(size, options.ranks)
     else:
-        fleet.init(is_collective=True, log_level="WARNING")
+        dist.init_parallel_env()  # not fleet.init: each group that it makes on gloo is one more chance to fail
         found = measure_times(size, levels_of(options)) if task == "times" else measure_memory(task, size)
     if dist.get_rank() == 0:
         Path(options.output).write_text(json.dumps(found), encoding="utf-8")
