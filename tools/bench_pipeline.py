@@ -1,4 +1,4 @@
-"""Step time of every schedule on two stages, beside what one process takes: the numbers of the README.
+"""Step time of every schedule on two stages, beside what one process takes and what the machine can give.
 
     python tools/bench_pipeline.py                 both widths, some minutes
     python tools/bench_pipeline.py --width 512 --schedules 1f1b zb_h1

@@ -47,6 +47,7 @@ Unit = Union[PieceUnit, WholeUnit]
 
 _logger = logging.getLogger(__name__)
 
+
 @dataclass
 class OptimGroup:
     """One parameter group of the user's optimizer."""

@@ -466,7 +466,7 @@ def deep_copies(level: str) -> dict[str, Any]:
 
 
 class Wide(nn.Layer):
-    """Two layers of one group each, both of which change their weight where ``writes`` says so."""
+    """Three layers of one group each, which change their weight in their forward where ``writes`` says so."""
 
     class Block(nn.Layer):
         def __init__(self) -> None:
