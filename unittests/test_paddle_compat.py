@@ -105,6 +105,7 @@ def test_release_and_has_memory() -> None:
     compat.release(layer.weight)
     assert not compat.has_memory(layer.weight)
     assert layer.weight.shape == [3, 2] and compat.allocated_bytes() < before
+    assert compat.with_memory([layer.weight, layer.bias]) == [1]
     with pytest.raises((RuntimeError, ValueError)):
         layer(paddle.ones([1, 3]))
 
@@ -201,6 +202,16 @@ def test_on_grad_ready_runs_once_after_accumulation() -> None:
     assert seen == [30.0]
     weight.sum().backward()
     assert seen == [30.0, 36.0]
+
+
+def test_on_gradient_runs_before_what_made_the_tensor() -> None:
+    layer, events = linear(), []
+    compat.on_grad_ready(layer.weight, lambda *_: events.append("weight"))
+    for _ in range(2):
+        hidden = layer(paddle.ones([1, 3]))
+        compat.on_gradient(hidden, lambda grad: events.append(grad.tolist()))
+        (hidden * 2).sum().backward()
+    assert events == [[[2.0, 2.0]], "weight"] * 2
 
 
 def test_on_backward_end_runs_once_at_the_end() -> None:

@@ -65,7 +65,7 @@ def test_rows_of_every_level_and_number_of_ranks() -> None:
             assert row.sum == row.parameters + row.gradients + row.states
             assert row.sum == pytest.approx(row.formula, rel=0.01)
             assert row.peak >= row.sum
-    assert found.row("p_g_os", 2).collectives == 3 * 4 - 1 + 1
+    assert found.row("p_g_os", 2).collectives == 3 * 4 - 2 + 1
     assert plan(model, adamw(model)).rows[0].world_size == 1
 
 

@@ -7,8 +7,6 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Optional
 
-import paddle
-
 from ..errors import GroupShardedError
 from ..paddle_compat import layer_params, on_grad_ready, set_layer_params
 from .group import ParamGroup
@@ -18,6 +16,7 @@ from .whole import WholeStateHook
 
 if TYPE_CHECKING:
     from .engine import Engine
+    from .residency import Residency
 
 __all__ = ["Handles", "ReadThrough", "RootHook", "install"]
 
@@ -30,16 +29,18 @@ class ReadThrough(OrderedDict):  # type: ignore[type-arg]
     ``parameters()``, ``named_parameters()`` and ``state_dict()`` iterate over items and do not come by here.
     """
 
-    def __init__(self, params: Any, on_read: Callable[[Any], None]) -> None:
-        """Hold what ``params`` holds and tell ``on_read`` of each parameter that is read."""
+    def __init__(self, params: Any, groups: dict[int, ParamGroup], residency: Residency) -> None:
+        """Hold what ``params`` holds and tell ``residency`` when one is read whose ``id`` has a group."""
         super().__init__(params)
-        self._on_read = on_read
+        self._groups = groups
+        self._residency = residency
 
     def __getitem__(self, name: str) -> Any:
         """Return the parameter; its memory is there."""
-        param = super().__getitem__(name)
-        if param is not None:
-            self._on_read(param)
+        param = OrderedDict.__getitem__(self, name)
+        group = self._groups.get(id(param))
+        if group is not None:
+            self._residency.read(group)
         return param
 
     def values(self) -> Any:
@@ -159,13 +160,7 @@ def _install_layer(
     if not groups:
         return
     plain = layer_params(layer)
-
-    def on_read(param: paddle.Tensor) -> None:
-        group = sharded.get(id(param))
-        if group is not None:
-            residency.read(group)
-
-    set_layer_params(layer, ReadThrough(plain, on_read))
+    set_layer_params(layer, ReadThrough(plain, sharded, residency))
     handles.add(layer.register_state_dict_hook(whole_state).remove)
 
     def restore() -> None:

@@ -17,7 +17,7 @@ from ..errors import UsageError
 from ..paddle_compat import drop_grad, element_size, has_grad, has_memory, layer_params, set_layer_params
 from .allocator import PeakMeter
 from .engine import STATISTICS, named_params
-from .group import GroupState
+from .group import GroupState, ParamGroup
 from .hooks import ReadThrough
 from .replay import Kind, Moment
 from .residency import Residency
@@ -110,10 +110,11 @@ def rehearse(
         for number, group in enumerate(sharded)
         for position, index in enumerate(group)
     }
+    group_of: Any = {key: member.group for key, member in members.items()}
     with ExitStack() as stack:
         stack.enter_context(_state_kept(root, [param for _, _, param in entries]))
         for layer in root.sublayers(include_self=True):
-            _watch_layer(layer, residency, members, stack)
+            _watch_layer(layer, residency, group_of, stack)
         for index, (_, _, param) in enumerate(entries):
             if not param.stop_gradient:
                 handle = param.register_hook(_on_grad(recorder, index, param, members.get(id(param)), residency))
@@ -172,9 +173,9 @@ def _on_grad(
     return on_grad
 
 
-def _watch_layer(layer: Layer, residency: Any, members: dict[int, _Member], stack: ExitStack) -> None:
+def _watch_layer(layer: Layer, residency: Residency, group_of: dict[int, ParamGroup], stack: ExitStack) -> None:
     """What :mod:`.hooks` installs for sharded parameters, as far as it decides about gathers."""
-    own = [members[id(param)].group for param in layer_params(layer).values() if id(param) in members]
+    own = [group_of[id(param)] for param in layer_params(layer).values() if id(param) in group_of]
     groups = tuple(dict.fromkeys(own))
 
     def before(_: Layer, inputs: Any) -> None:
@@ -183,15 +184,11 @@ def _watch_layer(layer: Layer, residency: Any, members: dict[int, _Member], stac
     def after(called: Layer, inputs: Any, outputs: Any) -> None:
         residency.leave(called, outputs)
 
-    def on_read(param: Tensor) -> None:
-        if id(param) in members:
-            residency.read(members[id(param)].group)
-
     stack.callback(layer.register_forward_pre_hook(before).remove)
     stack.callback(layer.register_forward_post_hook(after).remove)
     if groups:
         plain = layer_params(layer)
-        set_layer_params(layer, ReadThrough(plain, on_read))
+        set_layer_params(layer, ReadThrough(plain, group_of, residency))
         stack.callback(set_layer_params, layer, plain)
 
 

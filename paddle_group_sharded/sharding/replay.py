@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 from .layout import GroupLayout
 
-__all__ = ["BackwardPeak", "Kind", "Limits", "Moment", "ReducedGroup", "assumed_moments", "replay"]
+__all__ = ["BackwardPeak", "Kind", "Limits", "Moment", "ReducedGroup", "assumed_moments", "gathers", "replay"]
 
 
 class Kind(Enum):
     """What happens at a moment."""
 
-    GATHER = "gather"  # group ``number`` of the sharded ones becomes whole
+    GATHER = "gather"  # group ``number`` of the sharded ones becomes whole, or was kept
     RELEASE = "release"
     GRAD = "grad"  # the gradient of parameter ``number`` is there
     NOTE = "note"  # nothing but the activations
@@ -105,6 +105,26 @@ def assumed_moments(numels: Sequence[int], sharded: Sequence[tuple[int, ...]], a
     return tuple(moments)
 
 
+def gathers(moments: Sequence[Moment]) -> list[int]:
+    """The groups that are really gathered in a step that is not the first, in order."""
+    order = [moment.number for moment in moments if moment.kind is Kind.GATHER]
+    kept, found, position = set(), [], 0
+    for kind, number, _ in moments:
+        if kind is Kind.RELEASE and _is_kept(order, position, number):
+            kept.add(number)
+        elif kind is Kind.GATHER:
+            if number not in kept:
+                found.append(number)
+            kept.discard(number)
+            position += 1
+    return found
+
+
+def _is_kept(order: Sequence[int], position: int, number: int) -> bool:
+    """Whether group ``number`` stays instead of being released before gather ``position``: it is needed next."""
+    return list(order[position + 1 : position + 2]) == [number]
+
+
 def replay(
     moments: Sequence[Moment],
     sharded_bytes: Sequence[int],
@@ -143,7 +163,7 @@ def replay(
 
 
 class _Buffers:
-    """Full buffers of sharded groups: one in use, the next fetched ahead, a few idle ones that are used again."""
+    """Full buffers of sharded groups: one in use, the next kept or fetched ahead, a few idle ones that are used again."""
 
     def __init__(self, moments: Sequence[Moment], sharded_bytes: Sequence[int], limits: Limits) -> None:
         self._order = [moment.number for moment in moments if moment.kind is Kind.GATHER]
@@ -163,7 +183,7 @@ class _Buffers:
             self._take(self._order[self._position])
 
     def release(self, group: int) -> None:
-        if group in self._lent:
+        if group in self._lent and not _is_kept(self._order, self._position, group):
             self._lent.remove(group)
             self._idle.append(self._bytes[group])
             while len(self._idle) > self._limits.idle:

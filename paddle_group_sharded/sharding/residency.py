@@ -3,7 +3,8 @@
 A *frame* is one layer call under way.  A group is gathered when a layer that owns parameters of it is entered, or when
 one of its parameters is read inside another layer's call, and belongs to the innermost frame at that moment.  When no
 frame uses it any more it is idle, and an idle group is released when the next one is gathered, so neighbours that share
-a group, and a layer called twice, cost one gather.
+a group, and a layer called twice, cost one gather.  The one that will be needed right after the next one is kept, as it
+would only be fetched ahead again: so the last two groups of a forward go on to backward without a second gather.
 
 Backward needs the weights again: every frame that used groups registers a hook on its output tensors, and on those
 that a user's layer keeps in its attributes (auxiliary losses), which gathers them before the layer's own backward runs.
@@ -13,19 +14,19 @@ differentiable tensor behind, and a read outside any frame; their groups stay un
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+import weakref
+from collections.abc import Iterable, Sequence
 from typing import Any, Optional
 
 import paddle
 
 from ..errors import GroupShardedError, UsageError
-from ..paddle_compat import on_backward_end
+from ..paddle_compat import on_backward_end, on_gradient
 from .backward_error import BackwardError
 from .buffers import BufferPool
 from .group import GroupState, ParamGroup
 from .param import ShardedParam
-from .tree import tensors_in, tensors_kept_by
+from .tree import results_of
 
 __all__ = ["Residency"]
 
@@ -42,6 +43,26 @@ class Frame:
         self.has_children = False
 
 
+class BackwardHook:
+    """Gathers what a frame used, when a gradient reaches its results.
+
+    Paddle holds it as long as the graph lives, where Python's garbage collector cannot see it.
+    """
+
+    __slots__ = ("_groups", "_outer", "_residency")
+
+    def __init__(self, residency: Residency, groups: tuple[ParamGroup, ...], outer: bool) -> None:
+        self._residency = weakref.ref(residency)
+        self._groups = groups
+        self._outer = outer
+
+    def __call__(self, grad: Tensor) -> None:
+        residency = self._residency()
+        if residency is not None:
+            for group in self._groups:
+                residency.use_in_backward(group, self._outer)
+
+
 class Residency:
     """Gathers and releases the sharded groups of one model."""
 
@@ -53,11 +74,13 @@ class Residency:
         self._pool = pool
         self._frames: list[Frame] = []
         self._idle: dict[ParamGroup, None] = {}
+        self._kept: Optional[ParamGroup] = None  # idle, but needed again so soon that it was not released
         self._held: dict[ParamGroup, None] = {}
         self._awaited: dict[ParamGroup, set[int]] = {}  # by the backward pass under way: slots without gradient so far
         self._pinned: dict[ParamGroup, int] = {}  # by gathered(); how many contexts show it
         self._trace: list[ParamGroup] = []  # gathers of this step, in order
         self._expected: list[ParamGroup] = []  # those of the step before: what is fetched ahead
+        self._hooks: dict[tuple[ParamGroup, ...], BackwardHook] = {}  # of frames without frames inside
 
     # ------------------------------------------------------------------------------------------------------ forward
 
@@ -84,88 +107,97 @@ class Residency:
 
     def read(self, group: ParamGroup) -> None:
         """A parameter of ``group`` is about to be used."""
-        if not self._frames:
-            if group in self._pinned:
-                return  # gathered() shows it, and says itself whether changes count
+        if self._frames:
+            used = self._frames[-1].groups
+            if group not in used:
+                used[group] = None
+                group.users += 1
+                self._idle.pop(group, None)
+                self._gather(group)
+        elif group not in self._pinned:  # else gathered() shows it, and says itself whether changes count
             self._gather(group)
             group.touched_outside = True
             self._hold(group)
-            return
-        frame = self._frames[-1]
-        if group not in frame.groups:
-            frame.groups[group] = None
-            group.users += 1
-            self._idle.pop(group, None)
-            self._gather(group)
 
     def leave(self, layer: Any, outputs: Any) -> None:
         """The innermost call, of ``layer``, has returned ``outputs``."""
         if not self._frames:
             return  # the frames were reset by an error in between
         frame = self._frames.pop()
-        if frame.groups and paddle.is_grad_enabled():
-            self._prepare_backward(frame, chain(tensors_in(outputs), tensors_kept_by(layer)))
-        for group in frame.groups:
-            group.users -= 1
-            if group.users == 0 and group not in self._held:
-                self._idle[group] = None
+        if frame.groups:
+            if paddle.is_grad_enabled():
+                self._prepare_backward(frame, results_of(layer, outputs))
+            for group in frame.groups:
+                group.users -= 1
+                if group.users == 0 and group not in self._held:
+                    self._idle[group] = None
         if not self._frames and not paddle.is_grad_enabled():
             self.release_idle()
             self._pool.trim()
             self._trace.clear()  # only steps end a trace otherwise, and there may be none to come
 
     def _prepare_backward(self, frame: Frame, results: Iterable[Tensor]) -> None:
-        outer = frame.has_children
-        groups = tuple(frame.groups)
+        hook = self._hook_of(frame)
         hooked = False
         for tensor in results:
             if not tensor.stop_gradient and not tensor.is_leaf:
-                tensor.register_hook(self._backward_hook(groups, outer))
+                on_gradient(tensor, hook)
                 hooked = True
         if not hooked:
-            for group in groups:
+            for group in frame.groups:
                 if group.expects_grad:
                     self._hold(group)
 
-    def _backward_hook(self, groups: tuple[ParamGroup, ...], outer: bool) -> Callable[[Tensor], None]:
-        def gather_for_backward(grad: Tensor) -> None:
-            for group in groups:
-                try:
-                    self._gather(group)
-                except GroupShardedError as error:
-                    self.backward_error.keep(error)
-                    group.bind_anything()
-                # A frozen group has no gradient that could tell its end: the next gather ends it, unless it was used
-                # around other layers.
-                if group.expects_grad or outer:
-                    self._hold(group)
-                elif group.users == 0 and group not in self._held:
-                    self._idle.pop(group, None)
-                    self._idle[group] = None
+    def _hook_of(self, frame: Frame) -> BackwardHook:
+        groups = tuple(frame.groups)
+        if frame.has_children:
+            return BackwardHook(self, groups, outer=True)
+        if groups not in self._hooks:
+            self._hooks[groups] = BackwardHook(self, groups, outer=False)
+        return self._hooks[groups]
 
-        return gather_for_backward
+    def use_in_backward(self, group: ParamGroup, outer: bool) -> None:
+        """The backward of a call that used ``group`` begins; ``outer``: of one with other layers' calls inside."""
+        if group in self._held and group.state is GroupState.FULL:
+            return
+        self._idle.pop(group, None)
+        try:
+            self._gather(group)
+        except GroupShardedError as error:
+            self.backward_error.keep(error)
+            group.bind_anything()
+        # A frozen group has no gradient that could tell its end: the next gather ends it, unless it was used around
+        # other layers.
+        if group.expects_grad or outer:
+            self._hold(group)
+        elif group.users == 0 and group not in self._held:
+            self._idle[group] = None
 
     # ------------------------------------------------------------------------------------------------------- common
 
     def _gather(self, group: ParamGroup) -> None:
-        if group.state is GroupState.FULL:
+        if group.state is GroupState.FULL and group is not self._kept:
             return
-        self.release_idle()
         position = len(self._trace)
         self._trace.append(group)
+        foreseen = self._expected[position : position + 2]
+        following = foreseen[1:] if foreseen[:1] == [group] else []
+        self.release_idle(but=following)
         group.gather()
-        following = self._expected[position + 1 : position + 2]
-        if following and self._expected[position] is group:
-            following[0].start_gather()
+        for other in following:
+            other.start_gather()
 
     def _hold(self, group: ParamGroup) -> None:
         self._held[group] = None
         self._idle.pop(group, None)
 
-    def release_idle(self) -> None:
-        """Release every group that nothing needs."""
+    def release_idle(self, but: Sequence[ParamGroup] = ()) -> None:
+        """Release every group that nothing needs, except ``but``."""
+        self._kept = None
         for group in list(self._idle):
-            if group not in self._pinned:
+            if group in but:
+                self._kept = group
+            elif group not in self._pinned:
                 del self._idle[group]
                 self._end(group)
 
@@ -246,6 +278,7 @@ class Residency:
         self.reset_frames()
         self._held.clear()
         self._idle.clear()
+        self._kept = None
         for group in self._groups:
             if group not in self._pinned:
                 group.release()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from .facts import GroupFacts, ParamFacts, StepFacts
 from .level import Placements
-from .replay import Kind
+from .replay import gathers
 
 __all__ = ["buckets", "collectives", "replica_numels"]
 
@@ -43,8 +43,7 @@ def collectives(
     sharded_groups = [group for group in groups if group.sharded]
     traffic = [("all_reduce", _SIGNALS + step.num_flags + step.num_norms)]
     if sharded_groups:
-        gathers = [moment.number for moment in step.moments if moment.kind is Kind.GATHER]
-        traffic += [("all_gather", sharded_groups[index].layout.numel) for index in gathers]
+        traffic += [("all_gather", sharded_groups[index].layout.numel) for index in gathers(step.moments)]
     for group in groups:
         members = [params[index] for index in group.members if params[index].expects_grad]
         if not members:

@@ -1,23 +1,29 @@
-"""The tensors inside whatever a layer returns."""
+"""The tensors inside whatever a layer returns or keeps."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import paddle
 
-__all__ = ["tensors_in", "tensors_kept_by"]
+__all__ = ["results_of", "tensors_in"]
 
 _OF_EVERY_LAYER = frozenset(vars(paddle.nn.Layer()))
 MAX_ITEMS = 64  # a larger container in an attribute of a layer is a table of some kind, not a list of losses
 
 
-def tensors_kept_by(layer: Any) -> Iterator[Any]:
-    """Yield the tensors in the attributes that a user's layer has beside those of every layer: auxiliary losses."""
-    if type(layer).__module__.startswith("paddle."):
-        return
+def results_of(layer: Any, outputs: Any) -> Iterable[Any]:
+    """The tensors in what a call of ``layer`` has returned, and in what it keeps: auxiliary losses in attributes."""
+    if not type(layer).__module__.startswith("paddle."):
+        return chain(tensors_in(outputs), _tensors_kept_by(layer))
+    return (outputs,) if isinstance(outputs, paddle.Tensor) else tensors_in(outputs)
+
+
+def _tensors_kept_by(layer: Any) -> Iterator[Any]:
+    """The tensors in the attributes that a user's layer has beside those of every layer."""
     for name, value in vars(layer).items():
         is_small = isinstance(value, (list, tuple, Mapping)) and len(value) <= MAX_ITEMS
         if (is_small or isinstance(value, paddle.Tensor)) and name not in _OF_EVERY_LAYER:
@@ -26,9 +32,6 @@ def tensors_kept_by(layer: Any) -> Iterator[Any]:
 
 def tensors_in(value: Any) -> Iterator[Any]:
     """Yield every tensor in ``value``: tuples, lists, dicts, dataclasses and plain objects, nested in any way."""
-    if isinstance(value, paddle.Tensor):  # as most layers return
-        yield value
-        return
     stack, seen = [value], set()
     while stack:
         item = stack.pop()

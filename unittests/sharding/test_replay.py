@@ -14,6 +14,7 @@ from paddle_group_sharded.sharding.replay import (
     Moment,
     ReducedGroup,
     assumed_moments,
+    gathers,
     replay,
 )
 
@@ -75,12 +76,32 @@ def test_gathered_groups(count: int, most: int) -> None:
 
 
 def test_buffers_of_other_sizes_cannot_be_used_again() -> None:
-    gathers = [Moment(kind, number, 0) for number in range(5) for kind in (Kind.GATHER, Kind.RELEASE)]
+    moments = [Moment(kind, number, 0) for number in range(5) for kind in (Kind.GATHER, Kind.RELEASE)]
     sizes = [1, 2, 4, 8, 16]
     two_idle_one_used_one_ahead = 2 + 4 + 8 + 16
-    assert replay(gathers, sizes, (), (), True, Limits(2, idle=2)).total == two_idle_one_used_one_ahead
-    assert replay(gathers, sizes, (), (), True, Limits(2, idle=0)).total == 8 + 16
-    assert replay(gathers, [8] * 5, (), (), True, Limits(2, idle=2)).total == 16
+    assert replay(moments, sizes, (), (), True, Limits(2, idle=2)).total == two_idle_one_used_one_ahead
+    assert replay(moments, sizes, (), (), True, Limits(2, idle=0)).total == 8 + 16
+    assert replay(moments, [8] * 5, (), (), True, Limits(2, idle=2)).total == 16
+
+
+@pytest.mark.parametrize(
+    ("used", "gathered"),
+    [
+        ([0], [0]),
+        ([0, 1, 0], [0, 1]),
+        ([0, 1, 2, 1, 0], [0, 1, 2, 0]),
+        ([0, 1, 0, 1], [0, 1]),
+        ([0, 1, 2, 0, 1, 2], [0, 1, 2, 0, 1, 2]),
+    ],
+)
+def test_what_is_needed_right_after_the_next_group_is_kept(used: list[int], gathered: list[int]) -> None:
+    """Each is released when the next one is needed: how one gather serves both where two buffers are enough."""
+    moments = []
+    for before, number in zip([None, *used], used):
+        moments += [] if before is None else [Moment(Kind.RELEASE, before, 0)]
+        moments.append(Moment(Kind.GATHER, number, 0))
+    assert gathers(moments) == gathered
+    assert replay(moments, [8] * 3, (), (), True, Limits(2, idle=0)).total == 8 * min(2, len(set(used)))
 
 
 def test_what_is_gathered_twice_in_a_row_is_not_fetched_twice() -> None:
@@ -125,8 +146,8 @@ def test_a_group_that_backward_does_not_complete_waits() -> None:
 def test_bounds(numels: list[int], activations: int) -> None:
     sharded = [(index,) for index in range(len(numels))]
     moments = assumed_moments(numels, sharded, activations)
-    gathers = [moment.number for moment in moments if moment.kind is Kind.GATHER]
-    assert len(gathers) == 2 * len(numels) - 1
+    assert sum(moment.kind is Kind.GATHER for moment in moments) == 2 * len(numels) - 1
+    assert len(gathers(moments)) == max(1, 2 * len(numels) - 2)
     sizes = [4 * numel for numel in numels]
     groups = [ReducedGroup(GroupLayout.pack([("p", (numel,))], 2), (i,), 4, True) for i, numel in enumerate(numels)]
     whole = replay(moments, (), groups, sizes, False, LIMITS)
