@@ -318,10 +318,10 @@ def drop_grad(param: Tensor) -> None:
 
 def has_grad(param: Tensor) -> bool:
     """Whether ``param`` holds a gradient of its own."""
-    if getattr(param, "main_grad", None) is not None:
-        return True
     grad = param._grad_ivar()
-    return grad is not None and (bool(grad._is_initialized()) or param.size == 0)
+    if grad is not None and (grad._is_initialized() or param.size == 0):
+        return True
+    return getattr(param, "main_grad", None) is not None
 
 
 # -------------------------------------------------------------------------------------------------------- optimizers
