@@ -18,7 +18,7 @@ from ..paddle_compat import drop_grad, element_size, has_grad, has_memory, layer
 from .allocator import PeakMeter
 from .engine import STATISTICS, named_params
 from .group import GroupState, ParamGroup
-from .hooks import ReadThrough
+from .hooks import ReadThrough, frame_calls
 from .replay import Kind, Moment
 from .residency import Residency
 
@@ -178,14 +178,7 @@ def _watch_layer(layer: Layer, residency: Residency, group_of: dict[int, ParamGr
     own = [group_of[id(param)] for param in layer_params(layer).values() if id(param) in group_of]
     groups = tuple(dict.fromkeys(own))
 
-    def before(_: Layer, inputs: Any) -> None:
-        residency.enter(groups)
-
-    def after(called: Layer, inputs: Any, outputs: Any) -> None:
-        residency.leave(called, outputs)
-
-    stack.callback(layer.register_forward_pre_hook(before).remove)
-    stack.callback(layer.register_forward_post_hook(after).remove)
+    stack.callback(frame_calls(layer, groups, residency))
     if groups:
         plain = layer_params(layer)
         set_layer_params(layer, ReadThrough(plain, group_of, residency))

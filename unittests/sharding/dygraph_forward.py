@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict, namedtuple
+from types import MethodType
 from typing import Any, Optional
 
 import numpy as np
@@ -71,6 +72,29 @@ class InsideAnother(Plain):
         model = Blocks()
         model.blocks[1] = self.Reader(model.blocks[0])
         model.blocks[2] = self.Reader(model.blocks[1].own)
+        return model
+
+
+class OwnForwards(Plain):
+    """Layers whose instances have a forward of their own, a method or any callable, and one that is called by name."""
+
+    def build(self) -> nn.Layer:
+        model = Blocks()
+        first, second, third = model.blocks
+        first.forward = MethodType(lambda layer, x, scale=2.0: F.linear(x * scale, layer.weight, layer.bias), first)
+        second.forward = lambda x: F.linear(x, first.weight) + second.bias
+        model.encode = lambda x: third.forward(second(first(model.stem(x), scale=0.5)))
+        return model
+
+
+class HooksAround(Plain):
+    """Hooks of the user's, from before wrapping, that read the layer's weight, change its input and its output."""
+
+    def build(self) -> nn.Layer:
+        model = Blocks()
+        for block in model.blocks:
+            block.register_forward_pre_hook(lambda layer, inputs: (inputs[0] * (1 + layer.weight.mean()),))
+            block.register_forward_post_hook(lambda layer, inputs, out: out + layer.weight.sum(0) * layer.bias)
         return model
 
 
@@ -416,7 +440,7 @@ class Chunked(Views):
 CASES = {
     case.__name__: case
     for case in (
-        InsideAnother, OutsideAny, Penalty, WeightsOnly, Directly, EncoderAlone, Generating, Written, WrittenBranches,
+        InsideAnother, OwnForwards, HooksAround, OutsideAny, Penalty, WeightsOnly, Directly, EncoderAlone, Generating, Written, WrittenBranches,
         SummedWeights, SomeDiscarded,
         Auxiliary, AuxiliaryFirst, AuxiliaryAlone, Views, Slices, Chunked,
     )

@@ -10,7 +10,7 @@ from unittests.sharding.tolerance import check
 WORKER = "unittests.sharding.dygraph_forward"
 
 USES = (
-    "InsideAnother OutsideAny Penalty WeightsOnly Directly EncoderAlone Generating Written WrittenBranches "
+    "InsideAnother OwnForwards HooksAround OutsideAny Penalty WeightsOnly Directly EncoderAlone Generating Written WrittenBranches "
     "SummedWeights SomeDiscarded"
 ).split()
 AUXILIARY = "Auxiliary AuxiliaryAlone".split()

@@ -189,6 +189,7 @@ def test_deep_copies(ranks: Ranks, level: str) -> None:
         assert "UsageError: a model that has been through group_sharded_parallel cannot be copied" in found["message"]
         assert set(found["copied"]) == set(found["moved"])
         assert not (found["copied"]["first.weight"] == found["moved"]["first.weight"]).any()
+        assert found["alike"]
 
 
 def test_several_parameters_written_in_a_forward(ranks: Ranks) -> None:
