@@ -14,14 +14,14 @@ A ratio is the median over the turns of (median step of the level / median step 
 hides communication behind backward can be below it.
 
 *peer*: PyTorch runs in a launch of its own after ours, so its milliseconds are of another moment; what compares is
-FSDP2 / DDP beside p_g_os / DataParallel, each a ratio within one launch.
+FSDP2 / DDP beside p_g_os / DataParallel, each a ratio within one launch.  On AMD processors set MKL_DEBUG_CPU_TYPE=5:
+without it Paddle's matrix products take several times as long as PyTorch's, and hide what a level costs.
 """
 
 from __future__ import annotations
 
 import argparse
 import cProfile
-import importlib.util
 import json
 import os
 import pstats
@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
-from launching import launch, launch_torch
+from launching import launch, launch_torch, require_torch
 
 LEVELS = ("none", "os", "os_g", "p_g_os")
 PHASES = ("forward", "backward", "step", "clear")
@@ -367,11 +367,8 @@ def main() -> None:
         return run_rank(options)
     if options.peer and options.profile:
         parser.error("--profile looks into one of our levels: leave out --peer")
-    if options.peer and importlib.util.find_spec(options.peer) is None:
-        parser.error(
-            f"--peer torch expects PyTorch 2.6 or newer beside Paddle, and {sys.executable} finds none: "
-            "pip install torch"
-        )
+    if options.peer:
+        require_torch(parser)
     results: dict[str, Any] = {options.peer: {}} if options.peer else {}
     for name in [options.work] if options.work else list(WORKS):
         work = WORKS[name]

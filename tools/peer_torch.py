@@ -11,6 +11,7 @@ import json
 import math
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(work.width, 3 * work.width)
         self.out = nn.Linear(work.width, work.width)
         slopes = 2.0 ** (-8.0 * torch.arange(work.heads) / work.heads)
-        self.register_buffer("slopes", slopes.reshape(-1, 1, 1), persistent=False)
+        self.slopes = slopes.reshape(-1, 1, 1)  # no buffer, which DDP would broadcast in every forward
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Mix each position with those before it."""
@@ -124,7 +125,8 @@ class Job:
             mesh = init_device_mesh("cpu", (dist.get_world_size(),))
             for unit in (*units, net):  # the whole model last: it takes what no unit holds
                 fully_shard(unit, mesh=mesh)
-        # Fused: the default is a dozen operations a parameter, which FSDP2 pays for many times over in Python.
+        # Fused: the default is a dozen operations a parameter, which FSDP2 pays for many times over in Python.  Its
+        # first step takes long, half a minute for 1,000 layers, and is part of the warm-up.
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
 
     def step(self) -> float:
@@ -145,24 +147,29 @@ def measure(work: Work, steps: int, turns: int) -> dict[str, Any]:
             dist.barrier()
             taken = [job.step() for _ in range(steps + WARMUP)]
             seconds[way].append(taken[WARMUP:])
-    return {"torch": torch.__version__, "parameters": jobs["DDP"].parameters, "seconds": seconds}
+    return {"parameters": jobs["DDP"].parameters, "seconds": seconds}
+
+
+def run_rank(output: str, measuring: Callable[[], dict[str, Any]]) -> None:
+    """Measure on a rank that ``launch_torch`` started; rank 0 writes to the file ``output`` what it found."""
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    dist.init_process_group("gloo")
+    found = measuring()
+    if dist.get_rank() == 0:
+        Path(output).write_text(json.dumps({"torch": torch.__version__, **found}), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def main() -> None:
-    """The body of one rank; rank 0 writes what it found."""
+    """The body of one rank."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", choices=WORKS, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--turns", type=int, required=True)
     parser.add_argument("--output", required=True)
     options = parser.parse_args()
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    dist.init_process_group("gloo")
-    found = measure(WORKS[options.work], options.steps, options.turns)
-    if dist.get_rank() == 0:
-        Path(options.output).write_text(json.dumps(found), encoding="utf-8")
-    dist.barrier()
-    dist.destroy_process_group()
+    run_rank(options.output, lambda: measure(WORKS[options.work], options.steps, options.turns))
 
 
 if __name__ == "__main__":
