@@ -6,7 +6,7 @@
 The *ideal* is (m + p - 1) / (m p) of the time that one process takes for the same micro-batches: no communication, and
 the bubble of 1F1B.  A schedule with a smaller bubble may go beyond 100 %.  One process and all schedules take turns,
 step by step, in the same two processes, so that whatever else the machine does hits all of them alike; while one
-process is timed the other one waits.
+process is timed the other one waits.  A time ends when both processes are done.
 
 The *floor* is what the machine gives when both processes compute: each takes its own stage through all micro-batches,
 nothing is sent, and the bubble of 1F1B is added.  Cores that share memory and power are slower together than alone, so
@@ -22,6 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,20 @@ SCHEDULES = {"1f1b": 1, "zb_h1": 1, "gpipe": 1, "interleaved": 3}  # chunks of e
 
 
 # ------------------------------------------------------------------------------------------------------ on every rank
+
+
+def turns(
+    jobs: dict[str, Callable[[], Any]], rounds: int, barrier: Callable[[str], Any]
+) -> Iterator[tuple[str, float]]:
+    """The name of each job, and the seconds that the slower process took for it, in each round after the warm-up."""
+    for turn in range(WARMUP + rounds):
+        for name, job in jobs.items():
+            barrier(name)
+            started = time.perf_counter()
+            job()
+            barrier(name)
+            if turn >= WARMUP:
+                yield name, time.perf_counter() - started
 
 
 def entries(width: int) -> list[Any]:
@@ -114,17 +129,10 @@ def measure(width: int, rounds: int, schedules: list[str]) -> dict[str, Any]:
     jobs = {"one process": one_process, "stages alone": stages_alone, **{name: of(name) for name in schedules}}
     seconds: dict[str, list[float]] = {name: [] for name in jobs}
     bubbles: dict[str, list[float]] = {name: [] for name in schedules}
-    for turn in range(WARMUP + rounds):
-        for name, job in jobs.items():
-            comm.barrier(name)
-            started = time.perf_counter()
-            job()
-            if name == "stages alone":
-                comm.barrier(name)  # the slower one counts
-            if turn >= WARMUP:
-                seconds[name].append(time.perf_counter() - started)
-                if name in models:
-                    bubbles[name].append(float(models[name][0].gather_timeline().bubble_fraction))
+    for name, taken in turns(jobs, rounds, comm.barrier):
+        seconds[name].append(taken)
+        if name in models:
+            bubbles[name].append(float(models[name][0].gather_timeline().bubble_fraction))
     facts = {}
     for schedule, (model, _) in models.items():
         planned, measured = model.planned_timeline, model.gather_timeline()
