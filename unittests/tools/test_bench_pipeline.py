@@ -28,6 +28,21 @@ def test_rows_compare_each_turn_with_the_ideal() -> None:
     )
 
 
+def test_a_peer_is_compared_with_its_own_ideal() -> None:
+    found = {
+        "torch": "2.9.1",
+        "seconds": {"one process": [0.8], "stages alone": [0.4], "Schedule1F1B": [0.6]},
+        "facts": {"Schedule1F1B": {"chunks": 1}},
+    }
+    (row,) = rows_of(256, found)
+    assert (row["library"], row["schedule"]) == ("torch 2.9.1", "Schedule1F1B")
+    assert row["ideal_ms"] == pytest.approx(450) and row["efficiency"] == pytest.approx(0.75)
+    assert markdown([row]).splitlines()[-1] == (
+        "| 256 | `Schedule1F1B`, torch 2.9.1 | 800 ms | 450 ms | 450 ms | 600 ms | 75.0 % | 75.0 % | 75.0 % "
+        "| - | - | - |"
+    )
+
+
 def test_jobs_take_turns_between_barriers() -> None:
     done: list[str] = []
     jobs = {name: lambda name=name: done.append(f"run {name}") for name in ("a", "b")}

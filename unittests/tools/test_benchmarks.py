@@ -8,6 +8,7 @@ from typing import Any
 
 import bench_checkpoint
 import bench_levels
+import bench_pipeline
 import bench_scaling
 import bench_sharding
 import pytest
@@ -51,15 +52,23 @@ def test_the_row_of_a_peer() -> None:
     ]
 
 
-@pytest.mark.parametrize("more, message", [([], "pip install torch"), (["--profile", "os"], "leave out --peer")])
+@pytest.mark.parametrize(
+    "bench, more, message",
+    [
+        (bench_sharding, [], "pip install torch"),
+        (bench_sharding, ["--profile", "os"], "leave out --peer"),
+        (bench_pipeline, [], "pip install torch"),
+    ],
+)
 def test_a_peer_that_cannot_be_timed_is_refused_before_anything_runs(
-    more: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    bench: Any, more: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)  # what find_spec() takes for not installed
-    monkeypatch.setattr(sys, "argv", ["bench_sharding.py", "--peer", "torch", *more])
-    monkeypatch.setattr(bench_sharding, "measured", lambda *_: pytest.fail("something was launched"))
+    monkeypatch.setattr(sys, "argv", [bench.__name__, "--peer", "torch", *more])
+    for launcher in ("launch", "launch_torch"):
+        monkeypatch.setattr(bench, launcher, lambda *_, **__: pytest.fail("something was launched"))
     with pytest.raises(SystemExit) as end:
-        bench_sharding.main()
+        bench.main()
     assert end.value.code == 2 and message in capsys.readouterr().err
 
 
