@@ -2,15 +2,21 @@
 
     python tools/bench_pipeline.py                 both widths, some minutes
     python tools/bench_pipeline.py --width 512 --schedules 1f1b zb_h1
+    python tools/bench_pipeline.py --peer torch    the same work with PyTorch's schedules of the same kind as well
 
 The *ideal* is (m + p - 1) / (m p) of the time that one process takes for the same micro-batches: no communication, and
 the bubble of 1F1B.  A schedule with a smaller bubble may go beyond 100 %.  One process and all schedules take turns,
 step by step, in the same two processes, so that whatever else the machine does hits all of them alike; while one
-process is timed the other one waits.
+process is timed the other one waits.  A time ends when both processes are done.
 
 The *floor* is what the machine gives when both processes compute: each takes its own stage through all micro-batches,
 nothing is sent, and the bubble of 1F1B is added.  Cores that share memory and power are slower together than alone, so
 it lies above the ideal.  *at best* compares the fastest steps instead of the medians: what is left without noise.
+
+*peer*: torch.distributed.pipelining runs in a launch of its own after ours, so its milliseconds are of another moment
+and of other kernels; what compares is how near each comes to its own ideal and floor, measured in its own launch.
+On AMD processors set MKL_DEBUG_CPU_TYPE=5: without it Paddle's matrix products take several times as long as PyTorch's,
+and hide what a schedule costs.
 """
 
 from __future__ import annotations
@@ -22,10 +28,11 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
-from launching import launch
+from launching import launch, launch_torch, require_torch
 
 STAGES = 2
 MICRO_BATCHES = 8
@@ -36,6 +43,20 @@ SCHEDULES = {"1f1b": 1, "zb_h1": 1, "gpipe": 1, "interleaved": 3}  # chunks of e
 
 
 # ------------------------------------------------------------------------------------------------------ on every rank
+
+
+def turns(
+    jobs: dict[str, Callable[[], Any]], rounds: int, barrier: Callable[[str], Any]
+) -> Iterator[tuple[str, float]]:
+    """The name of each job, and the seconds that the slower process took for it, in each round after the warm-up."""
+    for turn in range(WARMUP + rounds):
+        for name, job in jobs.items():
+            barrier(name)
+            started = time.perf_counter()
+            job()
+            barrier(name)
+            if turn >= WARMUP:
+                yield name, time.perf_counter() - started
 
 
 def entries(width: int) -> list[Any]:
@@ -114,17 +135,10 @@ def measure(width: int, rounds: int, schedules: list[str]) -> dict[str, Any]:
     jobs = {"one process": one_process, "stages alone": stages_alone, **{name: of(name) for name in schedules}}
     seconds: dict[str, list[float]] = {name: [] for name in jobs}
     bubbles: dict[str, list[float]] = {name: [] for name in schedules}
-    for turn in range(WARMUP + rounds):
-        for name, job in jobs.items():
-            comm.barrier(name)
-            started = time.perf_counter()
-            job()
-            if name == "stages alone":
-                comm.barrier(name)  # the slower one counts
-            if turn >= WARMUP:
-                seconds[name].append(time.perf_counter() - started)
-                if name in models:
-                    bubbles[name].append(float(models[name][0].gather_timeline().bubble_fraction))
+    for name, taken in turns(jobs, rounds, comm.barrier):
+        seconds[name].append(taken)
+        if name in models:
+            bubbles[name].append(float(models[name][0].gather_timeline().bubble_fraction))
     facts = {}
     for schedule, (model, _) in models.items():
         planned, measured = model.planned_timeline, model.gather_timeline()
@@ -163,6 +177,7 @@ def rows_of(width: int, found: dict[str, Any]) -> list[dict[str, Any]]:
         rows.append(
             {
                 "width": width,
+                "library": f"torch {found['torch']}" if "torch" in found else "paddle_group_sharded",
                 "schedule": schedule,
                 "one_process_ms": 1e3 * statistics.median(one),
                 "ideal_ms": 1e3 * share * statistics.median(one),
@@ -186,25 +201,36 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        live = ", ".join(f"{value:g}" for value in row["live"])
+        if "live" in row:
+            live = ", ".join(f"{value:g}" for value in row["live"])
+            name = f"`{row['schedule']}`"
+            facts = f"{100 * row['planned_bubble']:.1f} % | {100 * row['measured_bubble']:.1f} % | {live}"
+        else:  # a peer's
+            name = f"`{row['schedule']}`, {row['library']}"
+            facts = "- | - | -"
         lines.append(
-            f"| {row['width']} | `{row['schedule']}` | {row['one_process_ms']:.0f} ms | {row['ideal_ms']:.0f} ms "
+            f"| {row['width']} | {name} | {row['one_process_ms']:.0f} ms | {row['ideal_ms']:.0f} ms "
             f"| {row['floor_ms']:.0f} ms | {row['step_ms']:.0f} ms | {100 * row['efficiency']:.1f} % "
-            f"| {100 * row['efficiency_at_best']:.1f} % | {100 * row['of_floor']:.1f} % "
-            f"| {100 * row['planned_bubble']:.1f} % | {100 * row['measured_bubble']:.1f} % | {live} |"
+            f"| {100 * row['efficiency_at_best']:.1f} % | {100 * row['of_floor']:.1f} % | {facts} |"
         )
     return "\n".join(lines)
 
 
-def run(width: int, rounds: int, schedules: list[str]) -> list[dict[str, Any]]:
-    """Launch, and summarize what rank 0 found; SystemExit with the end of its output if it fails."""
+def run(width: int, rounds: int, schedules: list[str], peer: Optional[str] = None) -> list[dict[str, Any]]:
+    """Launch ours or ``peer``, and summarize what rank 0 found; SystemExit with the end of its output if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder, "found.json")
-        arguments = ["--task", "--width", str(width), "--rounds", str(rounds), "--output", str(output)]
+        arguments = ["--width", str(width), "--rounds", str(rounds), "--output", str(output)]
         arguments += ["--schedules", *schedules]
-        status, text = launch(Path(__file__), *arguments, ranks=STAGES, log_dir=Path(folder))
+        environment = {"OMP_NUM_THREADS": "1", **os.environ}
+        if peer:
+            script = Path(__file__).with_name(f"peer_{peer}_pipeline.py")
+            status, text = launch_torch(script, *arguments, ranks=STAGES, env=environment)
+        else:
+            status, text = launch(Path(__file__), *arguments, ranks=STAGES, log_dir=Path(folder), env=environment)
         if status:
-            sys.exit(f"bench_pipeline.py ended with status {status}: {text[-4000:]}")
+            launched = f" with {peer}" if peer else ""
+            sys.exit(f"bench_pipeline.py{launched} ended with status {status}: {text[-4000:]}")
         return rows_of(width, json.loads(output.read_text(encoding="utf-8")))
 
 
@@ -214,13 +240,18 @@ def main() -> None:
     parser.add_argument("--width", type=int, nargs="*", default=[256, 512])
     parser.add_argument("--rounds", type=int, default=15, help="steps of each that are timed")
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
+    parser.add_argument("--peer", choices=["torch"], help="time the schedules of PyTorch 2.6 or newer as well")
     parser.add_argument("--json", metavar="FILE", help="write the numbers there as well")
-    parser.add_argument("--task", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--output", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.task:
+    if options.output:
         return work(options.width[0], options.rounds, options.schedules, options.output)
-    rows = [row for width in options.width for row in run(width, options.rounds, options.schedules)]
+    if options.peer:
+        require_torch(parser)
+    peers = [None, options.peer] if options.peer else [None]
+    rows = [
+        row for width in options.width for peer in peers for row in run(width, options.rounds, options.schedules, peer)
+    ]
     print(
         f"{STAGES} stages, {MICRO_BATCHES} micro-batches of {SAMPLES} x {SEQ} tokens, {BLOCKS} blocks, fp32, "
         f"{os.environ.get('OMP_NUM_THREADS', '1')} thread a rank; medians of {options.rounds} steps\n"

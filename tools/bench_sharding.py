@@ -4,6 +4,7 @@
     python tools/bench_sharding.py --work layers            one of them: large, compute, layers
     python tools/bench_sharding.py --work large --ranks 4
     python tools/bench_sharding.py --profile os_g           the Python functions that a level spends its time in
+    python tools/bench_sharding.py --peer torch             the same works with PyTorch's DDP and FSDP2 as well
 
 All levels live in the same processes and take turns, so that whatever else the machine does hits all of them alike.
 A ratio is the median over the turns of (median step of the level / median step of DataParallel in the same turn).
@@ -11,6 +12,10 @@ A ratio is the median over the turns of (median step of the level / median step 
 *floor*: forward and backward of the bare model + the same collectives on warm buffers + the optimizer's share
 (1/ranks of the bare optimizer's step), each measured alone in the same run.  Nothing overlaps in it, so a level that
 hides communication behind backward can be below it.
+
+*peer*: PyTorch runs in a launch of its own after ours, so its milliseconds are of another moment; what compares is
+FSDP2 / DDP beside p_g_os / DataParallel, each a ratio within one launch.  On AMD processors set MKL_DEBUG_CPU_TYPE=5:
+without it Paddle's matrix products take several times as long as PyTorch's, and hide what a level costs.
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
-from launching import launch
+from launching import launch, launch_torch, require_torch
 
 LEVELS = ("none", "os", "os_g", "p_g_os")
 PHASES = ("forward", "backward", "step", "clear")
@@ -226,19 +231,25 @@ def run_rank(options: argparse.Namespace) -> None:
 # --------------------------------------------------------------------------------------------------------- the parent
 
 
-def measured(name: str, options: argparse.Namespace) -> Any:
-    """What rank 0 of a launch found; SystemExit with the end of its output if it fails."""
+def measured(name: str, options: argparse.Namespace, peer: Optional[str] = None) -> Any:
+    """What rank 0 of a launch, of ours or of ``peer``, found; SystemExit with the end of its output if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         found = Path(folder, "found.json")
         arguments = ["--output", str(found), "--work", name, "--steps", str(options.steps)]
-        arguments += ["--turns", str(options.turns), "--levels", *options.levels]
-        arguments += ["--profile", options.profile] if options.profile else []
+        arguments += ["--turns", str(options.turns)]
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
-        status, output = launch(
-            Path(__file__), *arguments, ranks=options.ranks, log_dir=Path(folder), env=environment
-        )
+        if peer:
+            script = Path(__file__).with_name(f"peer_{peer}.py")
+            status, output = launch_torch(script, *arguments, ranks=options.ranks, env=environment)
+        else:
+            arguments += ["--levels", *options.levels]
+            arguments += ["--profile", options.profile] if options.profile else []
+            status, output = launch(
+                Path(__file__), *arguments, ranks=options.ranks, log_dir=Path(folder), env=environment
+            )
         if status:
-            sys.exit(f"bench_sharding.py: {name} ended with status {status}: {output[-4000:]}")
+            launched = f"{name} with {peer}" if peer else name
+            sys.exit(f"bench_sharding.py: {launched} ended with status {status}: {output[-4000:]}")
         return json.loads(found.read_text(encoding="utf-8"))
 
 
@@ -312,6 +323,33 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def peer_row(found: dict[str, Any]) -> dict[str, Any]:
+    """Milliseconds of a step of PyTorch's DDP and FSDP2, and the ratio of the two with its spread over the turns."""
+    plain, sharded = ([statistics.median(turn) for turn in found["seconds"][way]] for way in ("DDP", "FSDP2"))
+    ratios = [ours / theirs for ours, theirs in zip(sharded, plain)]
+    return {
+        "version": found["torch"],
+        "parameters": found["parameters"],
+        "ddp_ms": 1e3 * statistics.median(plain),
+        "fsdp2_ms": 1e3 * statistics.median(sharded),
+        "ratio": statistics.median(ratios),
+        "ratio_min": min(ratios),
+        "ratio_max": max(ratios),
+    }
+
+
+def peer_markdown(row: dict[str, Any]) -> str:
+    """What PyTorch takes for one work as a table."""
+    return "\n".join(
+        [
+            f"| torch {row['version']} | DDP | FSDP2 | FSDP2 / DDP (min to max) |",
+            "|---|---|---|---|",
+            f"| {row['parameters']:,} parameters | {row['ddp_ms']:.1f} ms | {row['fsdp2_ms']:.1f} ms "
+            f"| {row['ratio']:.2f} ({row['ratio_min']:.2f} to {row['ratio_max']:.2f}) |",
+        ]
+    )
+
+
 def main() -> None:
     """Parse, then be the parent or a rank."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -321,12 +359,17 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5, help="turns of each level")
     parser.add_argument("--levels", nargs="+", choices=LEVELS, default=list(LEVELS))
     parser.add_argument("--profile", choices=LEVELS, help="print where this level spends its time instead")
+    parser.add_argument("--peer", choices=["torch"], help="time DDP and FSDP2 of PyTorch 2.6 or newer as well")
     parser.add_argument("--json", metavar="FILE", help="write the numbers there as well")
     parser.add_argument("--output", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.output:
         return run_rank(options)
-    results = {}
+    if options.peer and options.profile:
+        parser.error("--profile looks into one of our levels: leave out --peer")
+    if options.peer:
+        require_torch(parser)
+    results: dict[str, Any] = {options.peer: {}} if options.peer else {}
     for name in [options.work] if options.work else list(WORKS):
         work = WORKS[name]
         found = measured(name, options)
@@ -337,6 +380,9 @@ def main() -> None:
         print(f"\n{name}: {found['parameters']:,} parameters, bound by {work.bound}; {options.ranks} ranks")
         print(f"alone: all-reduce {1e3 * found['all_reduce']:.1f} ms, all-gather {1e3 * found['all_gather']:.1f} ms\n")
         print(markdown(rows), flush=True)
+        if options.peer:
+            row = results[options.peer][name] = peer_row(measured(name, options, options.peer))
+            print(f"\n{peer_markdown(row)}", flush=True)
     if options.json:
         Path(options.json).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any, Optional
 
-__all__ = ["launch"]
+__all__ = ["launch", "launch_torch", "require_torch"]
 
-GRACE_SECONDS = 15  # that Paddle's launcher gets to end its trainers, which nobody else would
+GRACE_SECONDS = 15  # that a launcher gets to end its trainers, which nobody else would
 
 
 def launch(
@@ -31,7 +33,27 @@ def launch(
     launcher += ["--nproc_per_node", str(ranks)]
     if port is not None:
         launcher += ["--ips", "127.0.0.1", "--start_port", str(port)]
-    command = [sys.executable, *(launcher if ranks > 1 else []), str(script), *arguments]
+    return _ended([*(launcher if ranks > 1 else []), str(script), *arguments], timeout, **popen)
+
+
+def launch_torch(script: Path, *arguments: str, ranks: int, **popen: Any) -> tuple[int, str]:
+    """Run ``script`` under PyTorch's launcher; its exit status, and what all ranks printed."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    return _ended([*launcher, "--nproc-per-node", str(ranks), str(script), *arguments], None, **popen)
+
+
+def require_torch(parser: argparse.ArgumentParser) -> None:
+    """End with ``parser``'s error, which says what to install, where ``launch_torch`` would find no PyTorch."""
+    if importlib.util.find_spec("torch") is None:
+        parser.error(
+            f"--peer torch expects PyTorch 2.6 or newer beside Paddle, and {sys.executable} finds none: "
+            "pip install torch"
+        )
+
+
+def _ended(arguments: list[str], timeout: Optional[float], **popen: Any) -> tuple[int, str]:
+    """Run this Python with ``arguments`` to its end; its exit status and its output."""
+    command = [sys.executable, *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **popen)
     try:
         output, _ = process.communicate(timeout=timeout)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from bench_pipeline import markdown, rows_of
+from bench_pipeline import WARMUP, markdown, rows_of, turns
 
 
 def test_rows_compare_each_turn_with_the_ideal() -> None:
@@ -26,3 +26,25 @@ def test_rows_compare_each_turn_with_the_ideal() -> None:
     assert markdown([first]).splitlines()[-1] == (
         "| 256 | `1f1b` | 1600 ms | 900 ms | 1080 ms | 1000 ms | 100.0 % | 100.0 % | 100.0 % | 11.1 % | 12.5 % | 2, 1 |"
     )
+
+
+def test_a_peer_is_compared_with_its_own_ideal() -> None:
+    found = {
+        "torch": "2.9.1",
+        "seconds": {"one process": [0.8], "stages alone": [0.4], "Schedule1F1B": [0.6]},
+        "facts": {"Schedule1F1B": {"chunks": 1}},
+    }
+    (row,) = rows_of(256, found)
+    assert (row["library"], row["schedule"]) == ("torch 2.9.1", "Schedule1F1B")
+    assert row["ideal_ms"] == pytest.approx(450) and row["efficiency"] == pytest.approx(0.75)
+    assert markdown([row]).splitlines()[-1] == (
+        "| 256 | `Schedule1F1B`, torch 2.9.1 | 800 ms | 450 ms | 450 ms | 600 ms | 75.0 % | 75.0 % | 75.0 % "
+        "| - | - | - |"
+    )
+
+
+def test_jobs_take_turns_between_barriers() -> None:
+    done: list[str] = []
+    jobs = {name: lambda name=name: done.append(f"run {name}") for name in ("a", "b")}
+    assert [name for name, _ in turns(jobs, 2, done.append)] == ["a", "b", "a", "b"], "the warm-up is not timed"
+    assert done == ["a", "run a", "a", "b", "run b", "b"] * (WARMUP + 2)

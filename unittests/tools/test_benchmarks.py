@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import bench_checkpoint
 import bench_levels
+import bench_pipeline
 import bench_scaling
 import bench_sharding
 import pytest
@@ -36,6 +38,38 @@ def test_rows_of_the_sharding_benchmark() -> None:
     assert sharded["other_ms"] == pytest.approx(80 - 20 - 20 - 10 - 5)  # 20: forward and backward of the bare model
     text = bench_sharding.markdown([plain, sharded])
     assert "| `os` | 130.0 ms | 0.85 (0.80 to 0.90) | 49.0 | +165 %" in text
+
+
+def test_the_row_of_a_peer() -> None:
+    seconds = {"DDP": [[0.1, 0.1, 0.9], [0.2, 0.2, 0.2], [0.4, 0.4, 0.4]],
+               "FSDP2": [[0.15] * 3, [0.2] * 3, [0.5] * 3]}  # fmt: skip
+    row = bench_sharding.peer_row({"torch": "2.9.1", "parameters": 72000, "seconds": seconds})
+    assert (row["ddp_ms"], row["fsdp2_ms"]) == pytest.approx((200, 200))
+    assert (row["ratio_min"], row["ratio"], row["ratio_max"]) == pytest.approx((1.0, 1.25, 1.5))
+    assert bench_sharding.peer_markdown(row).splitlines()[::2] == [
+        "| torch 2.9.1 | DDP | FSDP2 | FSDP2 / DDP (min to max) |",
+        "| 72,000 parameters | 200.0 ms | 200.0 ms | 1.25 (1.00 to 1.50) |",
+    ]
+
+
+@pytest.mark.parametrize(
+    "bench, more, message",
+    [
+        (bench_sharding, [], "pip install torch"),
+        (bench_sharding, ["--profile", "os"], "leave out --peer"),
+        (bench_pipeline, [], "pip install torch"),
+    ],
+)
+def test_a_peer_that_cannot_be_timed_is_refused_before_anything_runs(
+    bench: Any, more: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)  # what find_spec() takes for not installed
+    monkeypatch.setattr(sys, "argv", [bench.__name__, "--peer", "torch", *more])
+    for launcher in ("launch", "launch_torch"):
+        monkeypatch.setattr(bench, launcher, lambda *_, **__: pytest.fail("something was launched"))
+    with pytest.raises(SystemExit) as end:
+        bench.main()
+    assert end.value.code == 2 and message in capsys.readouterr().err
 
 
 def test_rows_of_the_levels() -> None:
