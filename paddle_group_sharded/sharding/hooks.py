@@ -60,7 +60,8 @@ def frame_calls(layer: Layer, groups: tuple[ParamGroup, ...], residency: Residen
     The instance gets a ``forward`` of its own: hooks would take Paddle off the short way through ``Layer.__call__``,
     which costs a small layer a fifth of its time.  A copy of the layer is not managed.
     """
-    own = vars(layer).get("forward")  # the user's, in place of the class's
+    attributes = layer.__dict__
+    own = attributes.get("forward")  # the user's, in place of the class's
     plain = type(layer).forward if own is None else _as_function(own, layer)
     managed = weakref.ref(layer)
 
@@ -73,13 +74,13 @@ def frame_calls(layer: Layer, groups: tuple[ParamGroup, ...], residency: Residen
         residency.leave(self, outputs)
         return outputs
 
-    installed = vars(layer)["forward"] = MethodType(forward, layer)
+    installed = attributes["forward"] = MethodType(forward, layer)
 
     def undo() -> None:
-        if vars(layer).get("forward") is installed:
-            del vars(layer)["forward"]
+        if attributes.get("forward") is installed:
+            del attributes["forward"]
             if own is not None:
-                vars(layer)["forward"] = own
+                attributes["forward"] = own
 
     return undo
 

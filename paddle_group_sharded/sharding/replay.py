@@ -163,7 +163,7 @@ def replay(
 
 
 class _Buffers:
-    """Full buffers of sharded groups: one in use, the next kept or fetched ahead, a few idle ones that are used again."""
+    """Full buffers of sharded groups: one in use, the next kept or fetched ahead, and some idle ones."""
 
     def __init__(self, moments: Sequence[Moment], sharded_bytes: Sequence[int], limits: Limits) -> None:
         self._order = [moment.number for moment in moments if moment.kind is Kind.GATHER]

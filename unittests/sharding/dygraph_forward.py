@@ -440,7 +440,8 @@ class Chunked(Views):
 CASES = {
     case.__name__: case
     for case in (
-        InsideAnother, OwnForwards, HooksAround, OutsideAny, Penalty, WeightsOnly, Directly, EncoderAlone, Generating, Written, WrittenBranches,
+        InsideAnother, OwnForwards, HooksAround,
+        OutsideAny, Penalty, WeightsOnly, Directly, EncoderAlone, Generating, Written, WrittenBranches,
         SummedWeights, SomeDiscarded,
         Auxiliary, AuxiliaryFirst, AuxiliaryAlone, Views, Slices, Chunked,
     )

@@ -129,7 +129,8 @@ def wrong_everywhere() -> dict[str, Any]:
 def _untouched(model: Any) -> bool:
     """Whether a failed call has left ``model`` able to be wrapped and trained, and given back with plain hooks."""
     layers = model.sublayers(include_self=True)
-    hooks = [layer for layer in layers if layer._forward_pre_hooks or layer._state_dict_hooks or "forward" in vars(layer)]
+    marks = ("_forward_pre_hooks", "_state_dict_hooks", "forward")
+    hooks = [layer for layer in layers if any(vars(layer).get(mark) for mark in marks)]
     sharded, optimizer, _ = group_sharded_parallel(model, adam(model), "p_g_os")
     step(sharded, optimizer)
     plain, _ = unwrap(sharded, optimizer)

@@ -10,8 +10,8 @@ from unittests.sharding.tolerance import check
 WORKER = "unittests.sharding.dygraph_forward"
 
 USES = (
-    "InsideAnother OwnForwards HooksAround OutsideAny Penalty WeightsOnly Directly EncoderAlone Generating Written WrittenBranches "
-    "SummedWeights SomeDiscarded"
+    "InsideAnother OwnForwards HooksAround OutsideAny Penalty WeightsOnly Directly EncoderAlone Generating Written "
+    "WrittenBranches SummedWeights SomeDiscarded"
 ).split()
 AUXILIARY = "Auxiliary AuxiliaryAlone".split()
 VIEWS = "Views Slices Chunked".split()
