@@ -70,6 +70,7 @@ __all__ = [
     "tcp_store",
     "tensor_over",
     "unwrapped_layer",
+    "with_grad",
     "with_memory",
 ]
 
@@ -318,10 +319,19 @@ def drop_grad(param: Tensor) -> None:
 
 def has_grad(param: Tensor) -> bool:
     """Whether ``param`` holds a gradient of its own."""
-    grad = param._grad_ivar()
-    if grad is not None and (grad._is_initialized() or param.size == 0):
-        return True
-    return getattr(param, "main_grad", None) is not None
+    return bool(with_grad([param]))
+
+
+def with_grad(params: Iterable[Tensor]) -> list[int]:
+    """The positions of those of ``params`` that hold a gradient."""
+    found = []
+    for position, param in enumerate(params):
+        grad = param._grad_ivar()
+        if grad is not None and (grad._is_initialized() or param.size == 0):
+            found.append(position)
+        elif getattr(param, "main_grad", None) is not None:
+            found.append(position)
+    return found
 
 
 # -------------------------------------------------------------------------------------------------------- optimizers

@@ -229,6 +229,15 @@ def test_on_backward_end_runs_once_at_the_end() -> None:
     assert events == ["grad"] * 4 + ["end"]
 
 
+def test_with_grad() -> None:
+    layer = linear()
+    (layer.weight.sum() + 1).backward()
+    assert compat.with_grad([layer.bias, layer.weight]) == [1]
+    layer.bias.main_grad = paddle.ones([2])
+    compat.drop_grad(layer.weight)
+    assert compat.with_grad([layer.bias, layer.weight]) == [0]
+
+
 def test_gradients_are_seen_and_dropped() -> None:
     embedding = nn.Embedding(5, 2, sparse=True)
     embedding(paddle.to_tensor([1, 3])).sum().backward()

@@ -17,19 +17,14 @@ class BackwardError:
 
     def __init__(self) -> None:
         """Nothing has gone wrong."""
-        self._error: Optional[GroupShardedError] = None
-
-    @property
-    def pending(self) -> bool:
-        """Whether hooks have nothing to do any more: the gradients of this pass are lost."""
-        return self._error is not None
+        self.pending: Optional[GroupShardedError] = None  # then the gradients of this pass are lost: hooks do nothing
 
     def keep(self, error: GroupShardedError) -> None:
         """Raise ``error`` at the next :meth:`check`, unless there is an earlier one."""
-        self._error = self._error or error
+        self.pending = self.pending or error
 
     def check(self) -> None:
         """Raise what was kept."""
-        error, self._error = self._error, None
+        error, self.pending = self.pending, None
         if error is not None:
             raise error

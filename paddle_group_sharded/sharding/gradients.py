@@ -20,7 +20,17 @@ import paddle
 from ..clipping import square_sum
 from ..comm.base import Overlap, Segment, Work
 from ..errors import UsageError
-from ..paddle_compat import drop_grad, element_size, flat_grad, flat_view, grad_of, has_grad, host_view, is_sparse
+from ..paddle_compat import (
+    drop_grad,
+    element_size,
+    flat_grad,
+    flat_view,
+    grad_of,
+    has_grad,
+    host_view,
+    is_sparse,
+    with_grad,
+)
 from ..paddle_compat import packed as pack
 from .layout import ALIGN, Piece, Run
 from .ops import accumulate, copy_into, scale_into
@@ -232,8 +242,9 @@ class GroupGradients:
         self._alone.clear()
         if not self._sharded:
             self._parts.clear()
-        for param in self._group.params:
-            if param.optimized and has_grad(param.tensor):
+        for index in with_grad(self._group.tensors):
+            param = self._group.params[index]
+            if param.optimized:
                 param.reached = True
                 drop_grad(param.tensor)
 

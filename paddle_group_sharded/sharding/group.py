@@ -73,7 +73,7 @@ class ParamGroup:
             ShardedParam(name, tensor, self, index, optimized=False, numel=self.layout.slots[index].numel)
             for index, (name, tensor) in enumerate(tensors)
         ]
-        self._tensors = [tensor for _, tensor in tensors]
+        self.tensors = [tensor for _, tensor in tensors]
         self._places = [  # of the tensors in the full buffer
             (tensor, slot.start, slot.stop, list(slot.shape)) for (_, tensor), slot in zip(tensors, self.layout.slots)
         ]
@@ -228,10 +228,10 @@ class ParamGroup:
             self.store_full()
         if not self.placements.param or self.state is not GroupState.SHARDED:
             return
-        for index in with_memory(self._tensors):
+        for index in with_memory(self.tensors):
             if self.params[index].numel:
-                self.write(index, self._tensors[index])
-                release(self._tensors[index])
+                self.write(index, self.tensors[index])
+                release(self.tensors[index])
 
     def shard_view(self, index: int) -> Optional[Tensor]:
         """The piece of slot ``index`` in this rank's shard, 1-D, or None."""

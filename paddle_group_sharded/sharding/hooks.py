@@ -123,9 +123,7 @@ class GradReadyHook:
 
     def __call__(self, *_: Any) -> None:
         engine, param = self._engine(), self._param()
-        if self.closed or engine is None or param is None or not param.expects_grad:
-            return
-        if engine.backward_error.pending:
+        if self.closed or engine is None or param is None or not param.expects_grad or engine.backward_error.pending:
             return
         try:
             if self._sharded:

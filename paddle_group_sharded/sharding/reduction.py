@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from ..comm.base import Comm, Work
-from ..paddle_compat import has_grad
+from ..paddle_compat import with_grad
 from .group import ParamGroup
 from .param import ShardedParam
 
@@ -141,7 +141,7 @@ class GradReducer:
         return [
             number
             for number, group in enumerate(self._groups)
-            if any(param.numel and param.expects_grad and has_grad(param.tensor) for param in group.params)
+            if any(group.params[index].numel and group.params[index].expects_grad for index in with_grad(group.tensors))
         ]
 
     def reduce_left(self) -> None:
