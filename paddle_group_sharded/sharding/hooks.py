@@ -63,7 +63,7 @@ def frame_calls(layer: Layer, groups: tuple[ParamGroup, ...], residency: Residen
     attributes = layer.__dict__
     own = attributes.get("forward")  # the user's, in place of the class's
     plain = type(layer).forward if own is None else _as_function(own, layer)
-    managed = weakref.ref(layer)
+    managed: Callable[[], Any] = weakref.ref(layer)
 
     @functools.wraps(plain)
     def forward(self: Layer, *inputs: Any, **kwargs: Any) -> Any:
@@ -77,12 +77,18 @@ def frame_calls(layer: Layer, groups: tuple[ParamGroup, ...], residency: Residen
     installed = attributes["forward"] = MethodType(forward, layer)
 
     def undo() -> None:
+        nonlocal managed
+        managed = _no_layer  # what the user has put around this forward may go on calling it
         if attributes.get("forward") is installed:
             del attributes["forward"]
             if own is not None:
                 attributes["forward"] = own
 
     return undo
+
+
+def _no_layer() -> None:
+    """In place of a reference to the layer that is managed."""
 
 
 def _as_function(forward: Callable[..., Any], layer: Layer) -> Callable[..., Any]:

@@ -470,6 +470,26 @@ def deep_copies(level: str) -> dict[str, Any]:
     return {"message": message, "copied": before, "moved": model.state_dict(), "alike": alike}
 
 
+def forward_around_ours(level: str) -> list[float]:
+    """How far a layer whose forward is replaced after wrapping is from the plain one: wrapped, and unwrapped again."""
+    fresh(0)
+    net, x = Net(), paddle.rand([2, 4])
+    model, optimizer, _ = group_sharded_parallel(net, adam(net), level)
+    inner = net.first.forward
+    net.first.forward = lambda x: 2 * inner(x)
+    found = []
+    for again in (False, True):
+        if again:
+            unwrap(model, optimizer)
+        with paddle.no_grad():
+            for _ in range(2):
+                found.append(net(x).numpy())
+    plain = Net()
+    plain.set_state_dict(net.state_dict())
+    wanted = plain.second(2 * plain.first(x)).numpy()
+    return [float(np.abs(each - wanted).max()) for each in found]
+
+
 class Wide(nn.Layer):
     """Three layers of one group each, which change their weight in their forward where ``writes`` says so."""
 

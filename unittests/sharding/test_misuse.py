@@ -192,6 +192,12 @@ def test_deep_copies(ranks: Ranks, level: str) -> None:
         assert found["alike"]
 
 
+@pytest.mark.parametrize("level", ["os", "p_g_os"])
+def test_forward_replaced_after_wrapping(ranks: Ranks, level: str) -> None:
+    for found in ranks(2).run(WORKER, "forward_around_ours", level):
+        assert found == [0.0] * 4
+
+
 def test_several_parameters_written_in_a_forward(ranks: Ranks) -> None:
     """Every group is released all the same, and replicas whose own ranks wrote nothing get the error too."""
     pool = ranks(2)
