@@ -78,7 +78,7 @@ class Residency:
         self._held: dict[ParamGroup, None] = {}
         self._awaited: dict[ParamGroup, set[int]] = {}  # by the backward pass under way: slots without gradient so far
         self._pinned: dict[ParamGroup, int] = {}  # by gathered(); how many contexts show it
-        self._trace: list[ParamGroup] = []  # gathers of this step, in order
+        self._trace: list[ParamGroup] = []  # gathers of this step, in order, with those that keeping a group has saved
         self._expected: list[ParamGroup] = []  # those of the step before: what is fetched ahead
         self._hooks: dict[tuple[ParamGroup, ...], BackwardHook] = {}  # of frames without frames inside
 
